@@ -1,0 +1,96 @@
+"""A request as the engine sees it: checked, numeric, with its recorded depths.
+
+Owns the life-cycle states and the depth plan of a request's tokens; leaves the movement
+between states to the scheduler. Invariant: once a token has run, its depth never changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int32Array = NDArray[np.int32]
+
+
+class RequestState(StrEnum):
+    """WAITING -> RUNNING -> FINISHED | ABORTED; preempt takes RUNNING back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+    ABORTED = "aborted"
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class SamplerParams:
+    """What the sampler needs of a request; temperature 0 is greedy, seed is always set."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+@dataclass(eq=False)
+class Request:
+    """One request inside the engine.
+
+    Attributes:
+        request_id: unique among live requests.
+        prompt: [num_prompt] token ids, at least one.
+        max_new_tokens: at least 1; prompt and answer fit the engine's max_seq_len.
+        stop_token_ids: every id that ends the answer.
+        loops: S; prefill_loops: P <= S.
+        token_ids: [num_tokens] prompt and generated tokens, kept while not running.
+        depths: [num_tokens] recorded loops of each token, kept while not running.
+        arrival: order of arrival, set by the scheduler.
+        num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+    """
+
+    request_id: int
+    prompt: Int32Array
+    max_new_tokens: int
+    stop_token_ids: tuple[int, ...]
+    loops: int
+    prefill_loops: int
+    noise_seed: int = 0
+    cache_salt: bytes | None = None
+    priority: int = 0
+    sampler: SamplerParams = SamplerParams()
+    state: RequestState = RequestState.WAITING
+    arrival: int = -1
+    slot: int | None = None
+    num_cached_tokens: int | None = None
+    num_preemptions: int = 0
+    arrival_s: float = 0.0
+    first_scheduled_s: float | None = None
+    first_token_s: float | None = None
+    token_ids: Int32Array = field(init=False)
+    depths: NDArray[np.int16] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.prompt
+        self.depths = np.full(len(self.prompt), self.prefill_loops, np.int16)
+        self.depths[-1] = self.loops
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt)
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Tokens the request may reach, prompt included."""
+        return self.num_prompt + self.max_new_tokens
