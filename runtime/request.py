@@ -8,9 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from looptrt.runtime.kv.page_pool import Page
 
 Int32Array = NDArray[np.int32]
 
@@ -57,6 +61,9 @@ class Request:
         depths: [num_tokens] recorded loops of each token, kept while not running.
         arrival: order of arrival, set by the scheduler.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        use_prefix_cache: cleared when shared pages are too deep for the request to fit.
+        pages: pages held, in token order.
+        page_keys, token_keys: keys of the full pages so far, with and without depths.
     """
 
     request_id: int
@@ -73,6 +80,10 @@ class Request:
     arrival: int = -1
     slot: int | None = None
     num_cached_tokens: int | None = None
+    use_prefix_cache: bool = True
+    pages: list[Page] = field(default_factory=list)
+    page_keys: list[bytes] = field(default_factory=list)
+    token_keys: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
@@ -83,7 +94,7 @@ class Request:
     def __post_init__(self) -> None:
         self.token_ids = self.prompt
         self.depths = np.full(len(self.prompt), self.prefill_loops, np.int16)
-        self.depths[-1] = self.loops
+        self.depths[-1:] = self.loops
 
     @property
     def num_prompt(self) -> int:

@@ -1,0 +1,122 @@
+"""What the operator of an engine decides when it starts, checked field by field.
+
+Owns the fields and their ranges; leaves the sizing of the KV pool to `engine_core`. Invariant: a limit may be lowered below the built engine's, never raised.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+from looptrt.errors import EngineError
+from looptrt.manifest import BuildLimits, Manifest
+from looptrt.runtime.sampling_params import MAX_SEED
+
+PrefixDepth = Literal["exact", "at_least"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Settings of a running engine.
+
+    Args:
+        kv_cache_bytes: KV pool; None is enough for `max_batch_size` sequences of
+            `max_seq_len` tokens at the deepest loop count, but at most 1 GiB unless one
+            sequence needs more.
+        max_batch_size: sequences in one step; None is the built engine's limit.
+        max_num_tokens: rows in one step; None is the built engine's limit.
+        max_seq_len: prompt and answer together; None is the built engine's limit.
+        max_waiting: requests that may wait; one more gets QueueFullError.
+        enable_prefix_cache: reuse the KV of equal prompt beginnings.
+        prefix_grid: hits and prefill chunks end at multiples of this many tokens, itself a
+            multiple of the page size; None leaves both free.
+        prefix_depth: `exact` reuses pages of the prompt's own depth, `at_least` deeper
+            ones too, which changes outputs.
+        noise_seed: seed of the random initial state of requests that set none.
+        device: `cpu`, `cuda` or `cuda:N`.
+        num_threads: CPU threads of the engine; None leaves it to torch.
+        start_timeout_s: how long loading may take.
+        step_timeout_s: how long the engine may be silent while requests run.
+
+    Raises:
+        EngineError: a value is of the wrong type or out of range; names the field.
+    """
+
+    kv_cache_bytes: int | None = None
+    max_batch_size: int | None = None
+    max_num_tokens: int | None = None
+    max_seq_len: int | None = None
+    max_waiting: int = 1024
+    enable_prefix_cache: bool = True
+    prefix_grid: int | None = None
+    prefix_depth: PrefixDepth = "exact"
+    noise_seed: int = 0
+    device: str = "cpu"
+    num_threads: int | None = None
+    start_timeout_s: float = 300.0
+    step_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "kv_cache_bytes",
+            "max_batch_size",
+            "max_num_tokens",
+            "max_seq_len",
+            "prefix_grid",
+            "num_threads",
+        ):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low=1)
+        _check_int("max_waiting", self.max_waiting, low=1)
+        _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)
+        for name in ("start_timeout_s", "step_timeout_s"):
+            _check_seconds(name, getattr(self, name))
+        if not isinstance(self.enable_prefix_cache, bool):
+            raise _wrong("enable_prefix_cache", "true or false", self.enable_prefix_cache)
+        if self.prefix_depth not in get_args(PrefixDepth):
+            raise _wrong("prefix_depth", "exact or at_least", self.prefix_depth)
+        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
+            raise _wrong("device", "cpu, cuda or cuda:N", self.device)
+
+    def limits(self, manifest: Manifest) -> BuildLimits:
+        """The built engine's limits, lowered where this config says so.
+
+        Raises:
+            EngineError: a limit is above the built engine's.
+        """
+        built = manifest.limits
+        max_seq_len = _lowered("max_seq_len", self.max_seq_len, built.max_seq_len)
+        return BuildLimits(
+            max_batch_size=_lowered("max_batch_size", self.max_batch_size, built.max_batch_size),
+            max_input_len=min(built.max_input_len, max_seq_len),
+            max_seq_len=max_seq_len,
+            max_num_tokens=_lowered("max_num_tokens", self.max_num_tokens, built.max_num_tokens),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values: the keyword arguments that make an equal config."""
+        return asdict(self)
+
+
+def _lowered(name: str, value: int | None, built: int) -> int:
+    if value is None:
+        return built
+    if value > built:
+        raise _wrong(name, f"at most {built}, the limit the engine was built with", value)
+    return value
+
+
+def _check_int(name: str, value: object, *, low: int, high: int = 2**63 - 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise _wrong(name, f"an integer from {low} to {high}", value)
+
+
+def _check_seconds(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 86_400:  # type: ignore[operator]
+        raise _wrong(name, "seconds above 0 and at most 86400", value)
+
+
+def _wrong(name: str, expected: str, value: object) -> EngineError:
+    return EngineError(f"{name}: expected {expected}, got {value!r}")

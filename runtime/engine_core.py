@@ -1,0 +1,144 @@
+"""One engine: a scheduler, an executor and the loop step between them, single-threaded.
+
+Owns sizing of the KV pool and the cache identity; leaves transport, text and waiting to
+the clients in front of it. Invariant: between steps no plan is in flight.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from looptrt.errors import EngineError, RequestError
+from looptrt.loop_spec import InitialState, NoiseMode
+from looptrt.manifest import Manifest
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.executor.torch import TorchExecutor
+from looptrt.runtime.kv.prefix_cache import CacheIdentity
+from looptrt.runtime.outputs import StepOutput
+from looptrt.runtime.request import Request
+from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+
+_DEFAULT_CPU_KV_BYTES = 1 << 30
+
+
+class EngineCore:
+    """Runs requests of one engine directory.
+
+    Args:
+        engine_dir: directory written by `looptrt build`.
+        config: run-time limits and switches.
+
+    Raises:
+        ManifestError: the directory is damaged or of another version.
+        EngineError: the configuration does not fit the engine or the machine.
+    """
+
+    def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
+        self.manifest = Manifest.load(engine_dir)
+        if config.num_threads is not None:
+            torch.set_num_threads(config.num_threads)
+        scheduler_config = _scheduler_config(self.manifest, config)
+        self.executor = TorchExecutor(
+            engine_dir,
+            self.manifest,
+            max_slots=scheduler_config.max_batch_size,
+            max_seq_len=scheduler_config.max_seq_len,
+            num_units=scheduler_config.num_units,
+        )
+        self.scheduler = Scheduler(
+            scheduler_config, self.manifest.layout, cache_identity(self.manifest)
+        )
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it could never run here.
+            QueueFullError: the waiting queue is full.
+        """
+        vocab_size = self.manifest.spec.vocab_size
+        if len(request.prompt) and not 0 <= request.prompt.min() <= request.prompt.max() < vocab_size:
+            raise RequestError(f"prompt: token ids must be from 0 to {vocab_size - 1}")
+        self.scheduler.add(request)
+
+    def abort_request(self, request_id: int) -> None:
+        """End a request; unknown and ended ids are harmless."""
+        self.scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        """Whether `step` would do or report anything."""
+        return self.scheduler.has_work()
+
+    def step(self) -> StepOutput:
+        """Run one step and return its tokens and the requests it ended."""
+        plan = self.scheduler.schedule()
+        if plan is None:
+            return StepOutput([], [], [], self.scheduler.take_ended())
+        return self.scheduler.commit(plan, self.executor.execute(plan))
+
+    def stats(self) -> dict[str, int | float]:
+        """Queue, pool and cache figures by name."""
+        return dataclasses.asdict(self.scheduler.stats())
+
+    def close(self) -> None:
+        """Nothing to release beyond what the process holds."""
+
+
+def cache_identity(manifest: Manifest) -> CacheIdentity:
+    """What makes cached pages of two engines interchangeable."""
+    layout, spec = manifest.layout, manifest.spec
+    return CacheIdentity(
+        model=(
+            manifest.fingerprint,
+            manifest.dtype,
+            layout.strategy.name,
+            str(layout.page_size),
+            manifest.noise_mode,
+            repr(spec.state_std),
+            repr(spec.state_scale),
+        ),
+        uses_noise=spec.initial_state is InitialState.RANDOM,
+    )
+
+
+def _scheduler_config(manifest: Manifest, config: EngineConfig) -> SchedulerConfig:
+    limits, layout = manifest.limits, manifest.layout
+    batch = config.max_batch_size or limits.max_batch_size
+    max_seq_len = config.max_seq_len or limits.max_seq_len
+    if config.prefix_grid is not None and config.prefix_grid % layout.page_size:
+        raise EngineError(
+            f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
+            f"got {config.prefix_grid}"
+        )
+    return SchedulerConfig(
+        max_batch_size=batch,
+        max_num_tokens=config.max_num_tokens or limits.max_num_tokens,
+        max_seq_len=max_seq_len,
+        num_units=_num_units(manifest, config, batch, max_seq_len),
+        max_waiting=config.max_waiting,
+        enable_prefix_cache=config.enable_prefix_cache,
+        prefix_at_least=config.prefix_depth == "at_least",
+        prefix_grid=config.prefix_grid,
+        recomputable=not layout.strategy.overwrites
+        and manifest.noise_mode is NoiseMode.POSITION,
+    )
+
+
+def _num_units(manifest: Manifest, config: EngineConfig, batch: int, max_seq_len: int) -> int:
+    """Units of the pool, the null unit included."""
+    layout = manifest.layout
+    one_sequence = layout.num_pages(max_seq_len) * layout.units_of_page(layout.max_loops)
+    if config.kv_cache_bytes is not None:
+        num_units = config.kv_cache_bytes // layout.unit_bytes
+        if num_units < layout.units_of_page(layout.max_loops) + 1:
+            raise EngineError(
+                f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold {num_units} units of "
+                f"{layout.unit_bytes} bytes; one page of {layout.max_loops} loops and the null "
+                f"unit need {layout.units_of_page(layout.max_loops) + 1}"
+            )
+        return num_units
+    affordable = _DEFAULT_CPU_KV_BYTES // layout.unit_bytes
+    return min(batch * one_sequence, max(affordable, one_sequence)) + 1

@@ -1,0 +1,197 @@
+"""The pages of running requests: growth, prefix hits, publication and plane copies.
+
+Owns what design rules say about a page's depth and about shared pages; leaves which
+request grows or is preempted to the scheduler. Invariant: a request's pages cover its
+`capacity`, and none it writes to is referenced by another request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from looptrt.kv_layout import PlaneLayout
+from looptrt.runtime.kv.block_table import BlockTable
+from looptrt.runtime.kv.page_pool import Page, PagePool
+from looptrt.runtime.kv.prefix_cache import CacheIdentity, page_key
+from looptrt.runtime.request import Request
+from looptrt.runtime.slots import Slots
+from looptrt.runtime.step_plan import PlaneCopies
+
+
+@dataclass(frozen=True)
+class PrefixPolicy:
+    """When a published page may serve another request.
+
+    Attributes:
+        enabled: False where results depend on the chunk schedule.
+        at_least: accept pages whose tokens ran deeper than asked (rung R3).
+        grid_pages: hits end at multiples of this many pages; 1 means at any page.
+    """
+
+    enabled: bool
+    at_least: bool = False
+    grid_pages: int = 1
+
+
+class SequenceKv:
+    """Pages and table columns of the requests in `slots`."""
+
+    def __init__(
+        self,
+        layout: PlaneLayout,
+        num_units: int,
+        slots: Slots,
+        identity: CacheIdentity,
+        policy: PrefixPolicy,
+    ) -> None:
+        max_slots, max_seq_len = slots.token_ids.shape
+        self.layout = layout
+        self.pool = PagePool(layout, num_units)
+        self.table = BlockTable(layout, max_slots, layout.num_pages(max_seq_len))
+        self._slots = slots
+        self._identity = identity
+        self._policy = policy
+
+    def units_needed(self, request: Request) -> int:
+        """Units the request owns at its longest, when it shares no page."""
+        max_seq_len = self._slots.token_ids.shape[1]
+        total = self.layout.num_pages(min(request.max_total_tokens, max_seq_len))
+        shallow = (request.num_prompt - 1) // self.layout.page_size
+        return shallow * self.layout.units_of_page(request.prefill_loops) + (
+            total - shallow
+        ) * self.layout.units_of_page(request.loops)
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        """Allocate pages until `num_tokens` fit; False when units ran out on the way."""
+        while self._slots.capacity[slot] < num_tokens:
+            page_idx = len(self._slots.request(slot).pages)
+            page = self.pool.allocate(self._page_depth(slot, page_idx))
+            if page is None:
+                return False
+            self._append(slot, page)
+        return True
+
+    def release(self, slot: int) -> None:
+        """Drop the request's pages, last first, so that shared prefixes stay longest."""
+        request = self._slots.request(slot)
+        for page in reversed(request.pages):
+            self.pool.release(page)
+        request.pages.clear()
+        self._slots.capacity[slot] = 0
+
+    def share(self, slot: int, pages: Iterable[Page]) -> None:
+        """Start the request with published pages, whose tokens count as computed."""
+        for page in pages:
+            self.pool.retain(page)
+            self._append(slot, page)
+        self._slots.num_computed[slot] = self._slots.capacity[slot]
+
+    def find_prefix(self, request: Request) -> list[Page]:
+        """Published pages for the request's tokens, never the last token's page."""
+        if not self._policy.enabled or not request.use_prefix_cache:
+            return []
+        hits: list[Page] = []
+        for page_idx in range((len(request.token_ids) - 1) // self.layout.page_size):
+            page = self._find_page(request, page_idx)
+            if page is None:
+                break
+            hits.append(page)
+        return hits[: len(hits) - len(hits) % self._policy.grid_pages]
+
+    def publish(self, slot: int, first_page: int, end_page: int) -> None:
+        """Publish the pages first_page..end_page-1, whose units are all written."""
+        if not self._policy.enabled:
+            return
+        request = self._slots.request(slot)
+        token_ids, depths = self._slots.token_ids[slot], self._slots.depths[slot]
+        for page_idx in range(first_page, end_page):
+            self._extend_keys(request, token_ids, depths, page_idx)
+            at_least = self._policy.at_least
+            end = (page_idx + 1) * self.layout.page_size
+            self.pool.publish(
+                request.pages[page_idx],
+                request.page_keys[page_idx],
+                request.token_keys[page_idx] if at_least else None,
+                int(depths[:end].min()) if at_least else 0,
+            )
+
+    def copies(self, slot: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
+        """Plane copies for the tokens begin..end-1 of a request, run in one step.
+
+        Yields:
+            (before_loop, src_unit, dst_unit, token_begin, token_end) for every run of tokens
+            shallower than their page, one entry for each plane they do not write.
+        """
+        size, layout = self.layout.page_size, self.layout
+        pages = self._slots.request(slot).pages
+        for page_idx in range(begin // size, layout.num_pages(end)):
+            page, first = pages[page_idx], page_idx * size
+            low, high = max(begin, first), min(end, first + size)
+            depths = self._slots.depths[slot, low:high]
+            if depths.min() == page.depth:
+                continue
+            planes = page.units[layout.boundary_units :]
+            starts = np.flatnonzero(np.diff(depths, prepend=-1))
+            ends = np.append(starts[1:], high - low)
+            for start, stop in zip(starts.tolist(), ends.tolist(), strict=True):
+                depth = int(depths[start])
+                written = layout.planes_of_depth(depth)
+                for dst_unit in planes[written:]:
+                    yield (
+                        depth,
+                        planes[written - 1],
+                        dst_unit,
+                        low - first + start,
+                        low - first + stop,
+                    )
+
+    def _append(self, slot: int, page: Page) -> None:
+        pages = self._slots.request(slot).pages
+        self.table.set_page(slot, len(pages), page)
+        pages.append(page)
+        self._slots.capacity[slot] += self.layout.page_size
+
+    def _page_depth(self, slot: int, page_idx: int) -> int:
+        """Loops of the deepest token that the page will hold."""
+        begin = page_idx * self.layout.page_size
+        end = begin + self.layout.page_size
+        if end > self._slots.num_tokens[slot]:
+            return int(self._slots.loops[slot])
+        return int(self._slots.depths[slot, begin:end].max())
+
+    def _find_page(self, request: Request, page_idx: int) -> Page | None:
+        self._extend_keys(request, request.token_ids, request.depths, page_idx)
+        page = self.pool.cache.find(request.page_keys[page_idx])
+        if page is None and self._policy.at_least:
+            page = self.pool.cache.find_by_tokens(request.token_keys[page_idx])
+            end = (page_idx + 1) * self.layout.page_size
+            if page is not None and page.context_depth < request.depths[:end].max():
+                return None
+        return page
+
+    def _extend_keys(
+        self,
+        request: Request,
+        token_ids: np.ndarray[tuple[int], np.dtype[np.int32]],
+        depths: np.ndarray[tuple[int], np.dtype[np.int16]],
+        page_idx: int,
+    ) -> None:
+        """Extend the chains of keys up to `page_idx`; earlier keys never change."""
+        size = self.layout.page_size
+        for idx in range(len(request.page_keys), page_idx + 1):
+            root = self._identity.root(request.cache_salt, request.noise_seed)
+            tokens = token_ids[idx * size : (idx + 1) * size]
+            parent = request.page_keys[idx - 1] if idx else root
+            request.page_keys.append(page_key(parent, tokens, depths[idx * size : (idx + 1) * size]))
+            if self._policy.at_least:
+                parent = request.token_keys[idx - 1] if idx else root
+                request.token_keys.append(page_key(parent, tokens, None))
+
+
+def gather_copies(rows: list[tuple[int, int, int, int, int]]) -> PlaneCopies:
+    """Arrays of the entries that `SequenceKv.copies` yields."""
+    columns = np.array(rows, np.int32).reshape(-1, 5).T
+    return PlaneCopies(*(np.ascontiguousarray(column) for column in columns))

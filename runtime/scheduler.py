@@ -1,0 +1,443 @@
+"""Which tokens run in the next step: continuous batching with chunked prefill.
+
+Owns the waiting queue, admission, preemption and the ends of requests; leaves pages to
+`runtime.kv` and the arithmetic to the executor, to which only a StepPlan passes.
+Invariant: a request is waiting, running or ended, and holds pages only while running.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
+from looptrt.kv_layout import PlaneLayout
+from looptrt.runtime.kv.prefix_cache import CacheIdentity
+from looptrt.runtime.kv.sequence_kv import PrefixPolicy, SequenceKv, gather_copies
+from looptrt.runtime.outputs import FinishedRequest, StepOutput
+from looptrt.runtime.request import FinishReason, Int32Array, Request, RequestState, SamplerParams
+from looptrt.runtime.slots import Slots
+from looptrt.runtime.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of a scheduler.
+
+    Attributes:
+        max_batch_size: running requests at most.
+        max_num_tokens: rows of a step at most; at least max_batch_size.
+        max_seq_len: prompt and answer of a request at most.
+        num_units: units of the KV pool, the null unit included.
+        max_waiting: requests in the waiting queue at most, preempted ones not counted.
+        enable_prefix_cache: whether finished pages are shared.
+        prefix_at_least: share pages deeper than asked.
+        prefix_grid: tokens; chunks and hits end at its multiples.
+        recomputable: False where KV depends on the chunk schedule: then all pages are
+            reserved at admission, and there is neither preemption nor a prefix cache.
+    """
+
+    max_batch_size: int
+    max_num_tokens: int
+    max_seq_len: int
+    num_units: int
+    max_waiting: int = 1024
+    enable_prefix_cache: bool = True
+    prefix_at_least: bool = False
+    prefix_grid: int | None = None
+    recomputable: bool = True
+
+
+@dataclass(frozen=True)
+class SchedulerStats:
+    """Counts since start, and the state of the queues and the pool now."""
+
+    num_waiting: int
+    num_running: int
+    num_units: int
+    num_free_units: int
+    num_cached_units: int
+    num_preemptions: int
+    num_evictions: int
+    num_prompt_tokens: int
+    num_hit_tokens: int
+
+
+class Scheduler:
+    """Plans steps and takes their results back.
+
+    Calls alternate: `schedule`, run the plan, `commit` with its tokens. `add` and `abort`
+    may come at any time, also between the two.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: PlaneLayout,
+        identity: CacheIdentity,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        grid = config.prefix_grid
+        if config.max_num_tokens < max(config.max_batch_size, grid or 0):
+            raise EngineError(
+                f"max_num_tokens: expected at least max_batch_size ({config.max_batch_size}) and "
+                f"prefix_grid ({grid}), got {config.max_num_tokens}"
+            )
+        self.config = config
+        self.slots = Slots(config.max_batch_size, config.max_seq_len)
+        policy = PrefixPolicy(
+            enabled=config.enable_prefix_cache and config.recomputable,
+            at_least=config.prefix_at_least,
+            grid_pages=1 if grid is None else grid // layout.page_size,
+        )
+        self.kv = SequenceKv(layout, config.num_units, self.slots, identity, policy)
+        self._clock = clock
+        self._waiting: list[tuple[int, int, Request]] = []
+        self._num_waiting = 0
+        self._live: dict[int, Request] = {}
+        self._ended: list[FinishedRequest] = []
+        self._new_slots: list[tuple[int, SamplerParams]] = []
+        self._in_flight: StepPlan | None = None
+        self._aborted_in_flight: list[Request] = []
+        self._num_arrived = self._num_steps = 0
+        self._num_preemptions = self._num_prompt_tokens = self._num_hit_tokens = 0
+
+    # ---- requests in and out
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: the request could never run here; nothing was queued.
+            QueueFullError: the waiting queue is full.
+        """
+        self._check_fits(request)
+        if self._num_waiting >= self.config.max_waiting:
+            raise QueueFullError(
+                f"the waiting queue is full ({self.config.max_waiting} requests); try again later"
+            )
+        request.arrival = self._num_arrived
+        request.arrival_s = self._clock()
+        self._num_arrived += 1
+        self._live[request.request_id] = request
+        self._push_waiting(request)
+
+    def abort(self, request_id: int) -> None:
+        """End a request now; unknown and ended ids are harmless.
+
+        A request whose step is in flight keeps its pages until the commit of that step.
+        """
+        request = self._live.get(request_id)
+        if request is None or request.state is RequestState.ABORTED:
+            return
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(_queue_entry(request))
+            heapq.heapify(self._waiting)
+            self._num_waiting -= request.num_preemptions == 0
+        elif self._in_flight is not None:
+            request.state = RequestState.ABORTED
+            self._aborted_in_flight.append(request)
+            return
+        self._end(request, FinishReason.ABORT, None)
+
+    def has_work(self) -> bool:
+        """Whether a step would do or report anything."""
+        return bool(self._live or self._ended)
+
+    def stats(self) -> SchedulerStats:
+        """Queue, pool and cache figures."""
+        pool = self.kv.pool
+        return SchedulerStats(
+            num_waiting=len(self._live) - self.slots.num_active,
+            num_running=self.slots.num_active,
+            num_units=pool.units.num_units - 1,
+            num_free_units=pool.units.num_free,
+            num_cached_units=pool.cache.idle_units,
+            num_preemptions=self._num_preemptions,
+            num_evictions=pool.num_evictions,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_hit_tokens=self._num_hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Compare all books with each other; raises InvariantError on a difference."""
+        running = [request for request in self.slots.requests if request is not None]
+        self.kv.pool.check_integrity([page for request in running for page in request.pages])
+        for request in self._live.values():
+            if (request.slot is None) is not (request not in running):
+                raise InvariantError(f"request {request.request_id} is not where it says")
+
+    # ---- one step
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step, or None when no request can run.
+
+        Raises:
+            InvariantError: the previous step was not committed.
+        """
+        if self._in_flight is not None:
+            raise InvariantError("schedule was called before the commit of the previous step")
+        preempted_before = self._num_preemptions
+        decodes, chunks, budget = self._schedule_running()
+        if self._num_preemptions == preempted_before or self.slots.num_active == 0:
+            self._admit(chunks, budget)
+        if not decodes.size and not chunks:
+            if self._waiting and self.slots.num_active == 0:
+                raise InvariantError("requests wait, nothing runs and none can be admitted")
+            return None
+        self._in_flight = self._plan(decodes, chunks)
+        self._num_steps += 1
+        return self._in_flight
+
+    def commit(self, plan: StepPlan, token_ids: Int32Array) -> StepOutput:
+        """Take the result of a step: [num_samples] tokens in the order of plan.logit_rows."""
+        if plan is not self._in_flight:
+            raise InvariantError("commit of a step that is not in flight")
+        self._in_flight = None
+        slots = self.slots
+        self._advance(plan)
+        sampled = plan.sample_slots
+        slots.append(sampled, token_ids)
+        request_ids = slots.request_id[sampled]
+        stopped = (slots.stop_ids[sampled] == token_ids[:, None]).any(axis=1)
+        ended = stopped | (slots.num_tokens[sampled] >= slots.limit[sampled])
+        alive = np.ones(len(sampled), np.bool_)
+        for request in self._aborted_in_flight:
+            alive &= sampled != request.slot
+            self._end(request, FinishReason.ABORT, None)
+        self._aborted_in_flight.clear()
+        self._stamp_first_tokens(sampled[alive])
+        for row in np.flatnonzero(ended & alive).tolist():
+            reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
+            stop_id = int(token_ids[row]) if stopped[row] else None
+            self._end(slots.request(int(sampled[row])), reason, stop_id)
+        return StepOutput(
+            request_ids=request_ids[alive].tolist(),
+            token_ids=token_ids[alive].tolist(),
+            depths=plan.depths[plan.logit_rows][alive].tolist(),
+            finished=self.take_ended(),
+        )
+
+    def take_ended(self) -> list[FinishedRequest]:
+        """Requests ended since the last call or commit."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    # ---- planning
+
+    def _schedule_running(self) -> tuple[np.ndarray, dict[int, int], int]:
+        """Rows of running requests: decode slots, {prefill slot: rows}, budget left."""
+        slots = self.slots
+        remaining = slots.num_tokens - slots.num_computed
+        decodes = np.flatnonzero(slots.active & (remaining == 1))
+        prefills = np.flatnonzero(slots.active & (remaining > 1))
+        budget = self.config.max_num_tokens - len(decodes)
+        chunks: dict[int, int] = {}
+        short = decodes[slots.num_computed[decodes] >= slots.capacity[decodes]]
+        if not short.size and not prefills.size:
+            return decodes, chunks, budget
+        for slot in slots.by_rank(np.concatenate([short, prefills])):
+            if not slots.active[slot]:
+                continue  # preempted for one before it
+            if remaining[slot] == 1:
+                self._grow_or_preempt(slot, int(slots.num_tokens[slot]))
+            elif rows := self._grow_chunk(slot, budget):
+                chunks[slot] = rows
+                budget -= rows
+        return decodes[slots.active[decodes]], chunks, budget
+
+    def _chunk_rows(self, num_computed: int, num_tokens: int, budget: int) -> int:
+        """Rows of a chunk under the token budget and the grid; 0 when it must wait."""
+        rows = num_tokens - num_computed
+        grid = self.config.prefix_grid
+        if grid is None:
+            return min(rows, budget)
+        rows = min(rows, grid - num_computed % grid)
+        return rows if rows <= budget else 0
+
+    def _grow_chunk(self, slot: int, budget: int) -> int:
+        """Make room for the next chunk of a running prefill; returns its rows."""
+        computed = int(self.slots.num_computed[slot])
+        rows = self._chunk_rows(computed, int(self.slots.num_tokens[slot]), budget)
+        if rows == 0 or self.kv.grow(slot, computed + rows):
+            return rows
+        whole = self.config.prefix_grid is not None
+        if whole or self.slots.capacity[slot] <= computed:
+            target = computed + (rows if whole else 1)
+            if not self._grow_or_preempt(slot, target):
+                return 0
+        return min(rows, int(self.slots.capacity[slot]) - computed)
+
+    def _grow_or_preempt(self, slot: int, num_tokens: int) -> bool:
+        """Make room by preempting the lowest rank, at worst the request itself."""
+        while not self.kv.grow(slot, num_tokens):
+            victim = self.slots.by_rank(np.flatnonzero(self.slots.active))[-1]
+            request = self._preempt(victim)
+            if victim == slot:
+                if self.slots.num_active == 0:
+                    request.use_prefix_cache = False
+                return False
+        return True
+
+    def _preempt(self, slot: int) -> Request:
+        """Give up the slot and pages; the recorded depths say how to recompute."""
+        if not self.config.recomputable:
+            raise InvariantError("a request that cannot be recomputed ran out of reserved pages")
+        self.kv.release(slot)
+        request = self.slots.free(slot)
+        request.state = RequestState.WAITING
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._push_waiting(request)
+        return request
+
+    def _admit(self, chunks: dict[int, int], budget: int) -> None:
+        """Move waiting requests to slots while budget, slots and units last."""
+        while self._waiting and self.slots.num_free and budget > 0:
+            request = self._waiting[0][2]
+            rows = self._try_admit(request, budget)
+            if rows == 0 and self.slots.num_active == 0 and request.use_prefix_cache:
+                request.use_prefix_cache = False
+                rows = self._try_admit(request, budget)
+            if rows == 0:
+                return
+            heapq.heappop(self._waiting)
+            assert request.slot is not None
+            chunks[request.slot] = rows
+            budget -= rows
+
+    def _try_admit(self, request: Request, budget: int) -> int:
+        """Start a request if its first chunk fits; returns the chunk's rows, 0 if not."""
+        hits = self.kv.find_prefix(request)
+        num_cached = len(hits) * self.kv.layout.page_size
+        rows = self._chunk_rows(num_cached, len(request.token_ids), budget)
+        if rows == 0:
+            return 0
+        slot = self.slots.take(request)
+        self.kv.share(slot, hits)
+        num_reserved = num_cached + rows
+        if not self.config.recomputable:
+            num_reserved = int(self.slots.limit[slot])
+        if not self.kv.grow(slot, num_reserved):
+            self.kv.release(slot)
+            self.slots.free(slot)
+            return 0
+        self._num_waiting -= request.num_preemptions == 0
+        request.state = RequestState.RUNNING
+        self._new_slots.append((slot, request.sampler))
+        if request.first_scheduled_s is None:
+            request.first_scheduled_s = self._clock()
+            request.num_cached_tokens = num_cached
+            self._num_prompt_tokens += request.num_prompt
+            self._num_hit_tokens += num_cached
+        return rows
+
+    def _plan(self, decodes: np.ndarray, chunks: dict[int, int]) -> StepPlan:
+        slots = self.slots
+        seq_slots = np.concatenate([decodes, np.fromiter(chunks, np.intp, len(chunks))])
+        counts = np.ones(len(seq_slots), np.int32)
+        counts[len(decodes) :] = list(chunks.values())
+        cu_seqlens = np.zeros(len(seq_slots) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens[1:])
+        begins = slots.num_computed[seq_slots]
+        row_slots, positions = seq_slots, begins
+        copies: list[tuple[int, int, int, int, int]] = []
+        if chunks:
+            row_slots = np.repeat(seq_slots, counts)
+            offsets = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], counts)
+            positions = np.repeat(begins, counts) + offsets
+            for slot, rows in chunks.items():
+                begin = int(slots.num_computed[slot])
+                copies.extend(self.kv.copies(slot, begin, begin + rows))
+        is_last = begins + counts == slots.num_tokens[seq_slots]
+        new_slots, self._new_slots = self._new_slots, []
+        return StepPlan(
+            step_id=self._num_steps,
+            input_ids=slots.token_ids[row_slots, positions],
+            positions=positions,
+            depths=slots.depths[row_slots, positions].astype(np.int32),
+            noise_seeds=slots.noise_seed[row_slots],
+            cu_seqlens=cu_seqlens,
+            seq_slots=seq_slots.astype(np.int32),
+            logit_rows=(cu_seqlens[1:] - 1)[is_last],
+            sample_slots=seq_slots[is_last].astype(np.int32),
+            table_updates=self.kv.table.take_updates(),
+            copies=gather_copies(copies),
+            slot_params=tuple(new_slots),
+        )
+
+    # ---- results
+
+    def _advance(self, plan: StepPlan) -> None:
+        """Count the step's rows as computed and publish the pages they filled."""
+        slots, size = self.slots, self.kv.layout.page_size
+        before = slots.num_computed[plan.seq_slots]
+        after = before + np.diff(plan.cu_seqlens)
+        slots.num_computed[plan.seq_slots] = after
+        first, end = before // size, after // size
+        for seq in np.flatnonzero(end > first).tolist():
+            self.kv.publish(int(plan.seq_slots[seq]), int(first[seq]), int(end[seq]))
+
+    def _stamp_first_tokens(self, sampled: Int32Array) -> None:
+        now = self._clock()
+        is_first = self.slots.num_tokens[sampled] == self.slots.num_prompt[sampled] + 1
+        for slot in sampled[is_first].tolist():
+            self.slots.request(slot).first_token_s = now
+
+    def _end(self, request: Request, reason: FinishReason, stop_id: int | None) -> None:
+        """The one place where a request ends and its pages go back."""
+        kv_bytes = sum(len(page.units) for page in request.pages) * self.kv.layout.unit_bytes
+        if request.slot is not None:
+            self.kv.release(request.slot)
+            self.slots.free(request.slot)
+        aborted = reason is FinishReason.ABORT
+        request.state = RequestState.ABORTED if aborted else RequestState.FINISHED
+        del self._live[request.request_id]
+        self._ended.append(
+            FinishedRequest(
+                request_id=request.request_id,
+                reason=reason,
+                stop_token_id=stop_id,
+                num_cached_tokens=request.num_cached_tokens or 0,
+                kv_bytes=kv_bytes,
+                num_preemptions=request.num_preemptions,
+                arrival_s=request.arrival_s,
+                first_scheduled_s=request.first_scheduled_s,
+                first_token_s=request.first_token_s,
+                finished_s=self._clock(),
+            )
+        )
+
+    def _push_waiting(self, request: Request) -> None:
+        self._num_waiting += request.num_preemptions == 0
+        heapq.heappush(self._waiting, _queue_entry(request))
+
+    def _check_fits(self, request: Request) -> None:
+        if request.request_id in self._live:
+            raise RequestError(f"request_id: {request.request_id} is already running")
+        if not 1 <= request.num_prompt < self.config.max_seq_len:
+            raise RequestError(
+                f"prompt: expected 1 to {self.config.max_seq_len - 1} tokens, "
+                f"got {request.num_prompt}"
+            )
+        max_loops = self.kv.layout.max_loops
+        if not 1 <= request.prefill_loops <= request.loops <= max_loops:
+            raise RequestError(
+                f"loops: expected 1 <= prefill_loops <= loops <= {max_loops}, "
+                f"got prefill_loops {request.prefill_loops}, loops {request.loops}"
+            )
+        needed, held = self.kv.units_needed(request), self.config.num_units - 1
+        if needed > held:
+            raise RequestError(
+                f"prompt and max_tokens: {request.num_prompt} + {request.max_new_tokens} tokens at "
+                f"depth {request.loops} need {needed} KV units, the pool has {held}"
+            )
+
+
+def _queue_entry(request: Request) -> tuple[int, int, Request]:
+    """Heap entry; arrival is unique, so requests are never compared."""
+    return -request.priority, request.arrival, request

@@ -1,0 +1,76 @@
+"""Text to token ids and back, by the engine directory's tokenizer.json.
+
+Owns what a prompt's encoding is and which tokens are visible as text; leaves streaming to
+`detokenizer` and templates to `chat`. Invariant: what the tokenizer puts in front of a text
+stays, what it puts behind it is dropped, since a prompt is to be continued.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import Tokenizer as _Tokenizer
+
+from looptrt.errors import ManifestError, RequestError
+
+TOKENIZER_NAME = "tokenizer.json"
+
+
+class Tokenizer:
+    """An engine directory's tokenizer.
+
+    Raises:
+        ManifestError: the file is not a usable tokenizer.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._tokenizer = _Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ManifestError(f"{path}: not a usable tokenizer: {error}") from error
+        # A file can carry the settings it was trained with; a prompt is never cut nor padded.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._num_tail = self._count_tail()
+
+    @staticmethod
+    def of_engine(engine_dir: Path) -> Tokenizer | None:
+        """The engine directory's tokenizer; None where there is none."""
+        path = engine_dir / TOKENIZER_NAME
+        return Tokenizer(path) if path.is_file() else None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt.
+
+        Args:
+            text: the prompt; special tokens written out in it count as such.
+            add_special_tokens: put in front what the tokenizer's file asks for. A rendered
+                chat template holds it already.
+
+        Raises:
+            RequestError: the text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"prompt: not valid Unicode text: {error}") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids[: len(ids) - self._num_tail] if add_special_tokens and self._num_tail else ids
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens left out."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def is_visible(self, token_id: int) -> bool:
+        """Whether a token takes part in the text: neither special nor beyond the vocabulary."""
+        return token_id not in self._special and self._tokenizer.id_to_token(token_id) is not None
+
+    def _count_tail(self) -> int:
+        """Tokens that the tokenizer's file puts behind every text (Huginn: an end token)."""
+        is_text = [
+            sequence is not None for sequence in self._tokenizer.encode("a").sequence_ids
+        ]
+        return is_text[::-1].index(True) if any(is_text) else 0

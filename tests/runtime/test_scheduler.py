@@ -1,0 +1,310 @@
+"""The scheduler against the simulated executor: what runs, what is shared, what is freed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
+from looptrt.runtime.request import FinishReason, RequestState
+from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from tests.support.kv_sim import next_token
+from tests.support.tiny import IDENTITY, VOCAB, Engine, engine, layout, request
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    """What the simulated model answers, computed without any engine."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(next_token(tokens, VOCAB))
+    return tokens[len(prompt) :]
+
+
+def run_alone(prompt: list[int], count: int, **fields: object) -> tuple[Engine, list[int]]:
+    alone = engine()
+    alone.add(request(0, prompt, count, **fields))
+    alone.drain()
+    return alone, alone.tokens[0]
+
+
+@pytest.mark.parametrize("num_prompt", [1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 33])
+@pytest.mark.parametrize(("loops", "prefill_loops"), [(3, 3), (3, 1), (2, 1), (3, 2), (1, 1)])
+def test_every_query_reads_the_deepest_plane(
+    num_prompt: int, loops: int, prefill_loops: int
+) -> None:
+    prompt = [i % VOCAB for i in range(num_prompt)]
+    alone, tokens = run_alone(prompt, 6, loops=loops, prefill_loops=prefill_loops)
+    assert tokens == answer(prompt, 6)
+    assert alone.scheduler.kv.pool.num_available == 199
+
+
+@pytest.mark.parametrize("chunk", [4, 5, 7, 16])
+def test_chunks_do_not_change_the_answer(chunk: int) -> None:
+    prompt = [i * i % VOCAB for i in range(30)]
+    small = engine(max_num_tokens=chunk, max_batch_size=2)
+    small.add(request(0, prompt, 5, loops=3, prefill_loops=2))
+    small.add(request(1, prompt[3:], 5))
+    small.drain()
+    assert small.tokens == {0: answer(prompt, 5), 1: answer(prompt[3:], 5)}
+
+
+def test_pages_of_shallow_prompts_own_fewer_units() -> None:
+    deep, shallow = engine(), engine()
+    prompt = [1] * 17
+    deep.add(request(0, prompt, 1))
+    shallow.add(request(0, prompt, 1, prefill_loops=1))
+    deep.drain()
+    shallow.drain()
+    unit = layout().unit_bytes
+    # 4 full prompt pages and the last prompt token's: boundary unit + planes.
+    assert deep.finished[0].kv_bytes == unit * 5 * (1 + 3)
+    assert shallow.finished[0].kv_bytes == unit * (4 * (1 + 1) + (1 + 3))
+
+
+def test_prefix_hits_skip_rows_and_never_cover_the_last_token() -> None:
+    shared = engine()
+    for request_id, num_prompt in enumerate([16, 16, 17, 15]):
+        prompt = list(range(10)) + [3] * (num_prompt - 10)
+        shared.add(request(request_id, prompt, 3))
+        shared.drain()
+        assert shared.tokens[request_id] == answer(prompt, 3)
+    cached = [shared.finished[i].num_cached_tokens for i in range(4)]
+    assert cached == [0, 12, 16, 12]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"cache_salt": b"X"},
+        {"cache_salt": b""},
+        {"cache_salt": b"\0"},
+        {"noise_seed": 1},
+        {"loops": 2},
+        {"prefill_loops": 2},
+    ],
+    ids=lambda fields: "-".join(map(str, fields.items())),
+)
+def test_no_hit_across_different_settings(other: dict[str, object]) -> None:
+    """Case C1: salts, seeds and depths separate pages, absent from empty included."""
+    prompt = [5] * 20
+    shared = engine(max_seq_len=40)
+    shared.add(request(0, prompt))
+    shared.drain()
+    shared.add(request(1, prompt, **other))
+    shared.drain()
+    assert shared.finished[1].num_cached_tokens == 0
+    shared.add(request(2, prompt, **other))
+    shared.drain()
+    assert shared.finished[2].num_cached_tokens == 16
+
+
+def test_a_page_of_prompt_depth_serves_every_deeper_answer() -> None:
+    shared = engine()
+    for request_id, loops in enumerate([1, 2, 3]):
+        shared.add(request(request_id, [4] * 20, loops=loops, prefill_loops=1))
+        shared.drain()
+        assert shared.finished[request_id].num_cached_tokens == (16 if request_id else 0)
+
+
+def test_at_least_shares_deeper_pages_and_exact_does_not() -> None:
+    for at_least, expected in [(True, 16), (False, 0)]:
+        shared = engine(prefix_at_least=at_least, exact=not at_least)
+        shared.add(request(0, [4] * 20, loops=3))
+        shared.drain()
+        shared.add(request(1, [4] * 20, loops=3, prefill_loops=1))
+        shared.drain()
+        assert shared.finished[1].num_cached_tokens == expected
+        # A shallower page never serves a deeper prompt.
+        shared.add(request(2, [6] * 20, loops=3, prefill_loops=1))
+        shared.drain()
+        shared.add(request(3, [6] * 20, loops=3))
+        shared.drain()
+        assert shared.finished[3].num_cached_tokens == 0
+
+
+def test_shared_pages_too_deep_for_the_pool_are_given_up() -> None:
+    shared = engine(num_units=29, prefix_at_least=True, exact=False)
+    prompt = [i % 5 for i in range(24)]
+    shared.add(request(0, prompt, 1, loops=3))
+    shared.drain()
+    # 26 units when computed at depth 1, 36 when five pages of depth 3 are shared.
+    shared.add(request(1, prompt, 12, loops=3, prefill_loops=1))
+    shared.drain(max_steps=60)
+    assert shared.tokens[1] == answer(prompt, 12)
+
+
+def test_answers_are_reused_by_the_next_turn() -> None:
+    shared = engine()
+    prompt = [2] * 9
+    shared.add(request(0, prompt, 8))
+    shared.drain()
+    shared.add(request(1, prompt + shared.tokens[0] + [1, 2], 2))
+    shared.drain()
+    assert shared.finished[1].num_cached_tokens == 16
+
+
+def test_grid_cuts_hits_and_cold_runs_alike() -> None:
+    prompt = [i % 7 for i in range(22)]
+    shared = engine(prefix_grid=8, max_num_tokens=64)
+    shared.add(request(0, prompt, 1))
+    rows = []
+    while shared.scheduler.has_work():
+        before = shared.executor.rows_run
+        shared.step()
+        rows.append(shared.executor.rows_run - before)
+    assert rows == [8, 8, 6]
+    shared.add(request(1, prompt, 1))
+    shared.step()
+    assert shared.finished[1].num_cached_tokens == 16
+
+
+@pytest.mark.parametrize("num_units", [41, 45, 53])
+@pytest.mark.parametrize("preempt_after", range(8))
+def test_preemption_loses_and_repeats_nothing(num_units: int, preempt_after: int) -> None:
+    """Case C4: a pool for one and a half requests."""
+    tight = engine(num_units=num_units, max_num_tokens=16)
+    prompts = [[1, 2, 3, 4, 5, 6, 7] * 2, [8, 9, 10, 1] * 3]
+    for request_id, prompt in enumerate(prompts):
+        tight.add(request(request_id, prompt, 24, loops=3, prefill_loops=1 + request_id))
+        for _ in range(preempt_after):
+            tight.step()
+    tight.drain(max_steps=300)
+    for request_id, prompt in enumerate(prompts):
+        assert tight.tokens[request_id] == answer(prompt, 24)
+    assert tight.scheduler.kv.pool.num_available == num_units - 1
+
+
+def test_tight_pools_do_preempt() -> None:
+    tight = engine(num_units=45, enable_prefix_cache=False)
+    for request_id in range(3):
+        tight.add(request(request_id, [request_id] * 12, 20))
+    tight.drain(max_steps=300)
+    assert sum(done.num_preemptions for done in tight.finished.values()) > 0
+    assert tight.finished[0].num_preemptions == 0, "the oldest request is never the victim"
+
+
+def test_priority_runs_first_and_is_preempted_last() -> None:
+    tight = engine(num_units=45, max_batch_size=2)
+    for request_id, priority in enumerate([0, 0, 5]):
+        tight.add(request(request_id, [request_id] * 8, 20, priority=priority))
+    order = []
+    while tight.scheduler.has_work():
+        tight.step()
+        order += [i for i in tight.finished if i not in order]
+    assert order[0] == 2
+    assert tight.finished[2].num_preemptions == 0
+
+
+def test_ring_strategies_reserve_everything_at_admission() -> None:
+    ring = engine(strategy="compress-s4", num_units=31, recomputable=False, exact=False)
+    for request_id in range(3):
+        ring.add(request(request_id, [request_id] * 9, 8))
+    ring.step()
+    # 17 tokens are 5 pages of 1 + 2 units: two requests fit 30 units, the third waits.
+    assert ring.scheduler.stats().num_running == 2
+    assert ring.scheduler.stats().num_free_units == 0
+    ring.drain()
+    assert all(done.num_preemptions == 0 for done in ring.finished.values())
+    assert len(ring.finished) == 3
+
+
+@pytest.mark.parametrize("when", ["waiting", "prefill", "decode", "in_flight", "twice", "unknown"])
+def test_abort_at_any_point_returns_every_unit(when: str) -> None:
+    """Case C10."""
+    one = engine(max_num_tokens=4, max_batch_size=1)
+    one.add(request(0, [1] * 10, 6))
+    bystander = request(1, [2] * 6, 3)
+    one.add(bystander)
+    steps = {"waiting": 0, "prefill": 1, "decode": 4}.get(when, 2)
+    for _ in range(steps):
+        one.step()
+    if when == "in_flight":
+        one.step(abort_in_flight=(0,))
+    elif when == "unknown":
+        one.scheduler.abort(99)
+    else:
+        one.scheduler.abort(0)
+        if when == "twice":
+            one.scheduler.abort(0)
+    before = list(one.tokens[0])
+    one.drain()
+    if when != "unknown":
+        assert one.finished[0].reason is FinishReason.ABORT
+        assert one.tokens[0] == before, "a token came after the abort"
+    assert one.tokens[1] == answer([2] * 6, 3)
+    assert one.scheduler.kv.pool.num_available == 199
+    assert bystander.state is RequestState.FINISHED
+
+
+def test_stop_ids_end_a_request_with_the_token_named() -> None:
+    prompt = [3, 1, 4]
+    expected = answer(prompt, 10)
+    one = engine()
+    one.add(request(0, prompt, 10, stop_token_ids=(expected[4], 77)))
+    one.drain()
+    cut = expected.index(expected[4]) + 1
+    assert one.tokens[0] == expected[:cut]
+    assert one.finished[0].reason is FinishReason.STOP
+    assert one.finished[0].stop_token_id == expected[4]
+
+
+def test_a_full_queue_refuses_and_keeps_the_rest() -> None:
+    one = engine(max_waiting=2)
+    one.add(request(0, [1]))
+    one.add(request(1, [1]))
+    with pytest.raises(QueueFullError):
+        one.scheduler.add(request(2, [1]))
+    one.scheduler.abort(0)
+    one.add(request(2, [1]))
+    one.drain()
+    assert set(one.finished) == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (lambda: request(0, []), "prompt"),
+        (lambda: request(0, [1] * 40), "39"),
+        (lambda: request(0, [1], loops=4), "loops"),
+        (lambda: request(0, [1], loops=1, prefill_loops=2), "prefill_loops"),
+        (lambda: request(0, [1] * 30, 10, loops=3), "units"),
+    ],
+)
+def test_impossible_requests_are_refused_at_the_border(bad: object, match: str) -> None:
+    """Case C7: nothing is queued and the next request runs."""
+    one = engine(num_units=33)
+    with pytest.raises(RequestError, match=match):
+        one.scheduler.add(bad())  # type: ignore[operator]
+    assert not one.scheduler.has_work()
+    one.add(request(7, [1, 2], 2))
+    one.drain()
+    assert one.tokens[7] == answer([1, 2], 2)
+
+
+def test_length_limit_is_reached_exactly() -> None:
+    one = engine()
+    one.add(request(0, [1] * 39, 5))
+    one.drain()
+    assert len(one.tokens[0]) == 1
+    assert one.finished[0].reason is FinishReason.LENGTH
+
+
+def test_plans_do_not_overlap() -> None:
+    one = engine()
+    one.add(request(0, [1, 2]))
+    plan = one.scheduler.schedule()
+    assert plan is not None
+    with pytest.raises(InvariantError):
+        one.scheduler.schedule()
+    one.scheduler.commit(plan, one.executor.execute(plan))
+    with pytest.raises(InvariantError):
+        one.scheduler.commit(plan, np.array([1], np.int32))
+
+
+def test_a_budget_below_the_batch_is_refused() -> None:
+    with pytest.raises(EngineError, match="max_num_tokens"):
+        Scheduler(
+            SchedulerConfig(max_batch_size=8, max_num_tokens=4, max_seq_len=8, num_units=9),
+            layout(),
+            IDENTITY,
+        )

@@ -1,0 +1,118 @@
+"""Random schedules: no unit leaks, is owned twice or is reachable under another key."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.runtime.test_scheduler import answer
+from tests.support.tiny import Engine, engine, request
+
+PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=26)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Adds, steps and aborts at random over a pool that is often too small.
+
+    The simulated executor checks that every query of every step reads the right plane of
+    the right context; equal prompts, salts and depths come up often enough to share pages.
+    """
+
+    kv: Engine
+
+    @initialize(
+        num_units=st.sampled_from([37, 41, 60, 200]),
+        budget=st.sampled_from([4, 7, 16]),
+        grid=st.sampled_from([None, None, 4]),
+        cache=st.sampled_from([True, True, False]),
+    )
+    def start(self, num_units: int, budget: int, grid: int | None, cache: bool) -> None:
+        self.kv = engine(
+            num_units=num_units, max_num_tokens=budget, prefix_grid=grid, enable_prefix_cache=cache
+        )
+        self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.aborted: set[int] = set()
+
+    @rule(
+        prompt=PROMPTS,
+        count=st.integers(1, 9),
+        depths=st.sampled_from([(3, 3), (3, 1), (3, 2), (1, 1), (2, 2)]),
+        salt=st.sampled_from([None, None, b""]),
+        priority=st.sampled_from([0, 0, 1]),
+    )
+    def add(
+        self,
+        prompt: list[int],
+        count: int,
+        depths: tuple[int, int],
+        salt: bytes | None,
+        priority: int,
+    ) -> None:
+        request_id = len(self.prompts)
+        self.prompts[request_id] = (prompt, count)
+        loops, prefill_loops = depths
+        self.kv.add(
+            request(
+                request_id,
+                prompt,
+                count,
+                loops=loops,
+                prefill_loops=prefill_loops,
+                cache_salt=salt,
+                priority=priority,
+            )
+        )
+
+    @rule(count=st.integers(1, 4))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.kv.step()
+
+    @rule(data=st.data(), in_flight=st.booleans())
+    def abort(self, data: st.DataObject, in_flight: bool) -> None:
+        if self.prompts:
+            request_id = data.draw(st.sampled_from(sorted(self.prompts)))
+            if request_id not in self.kv.finished:
+                self.aborted.add(request_id)
+            if in_flight:
+                self.kv.step(abort_in_flight=(request_id,))
+            else:
+                self.kv.scheduler.abort(request_id)
+
+    @invariant()
+    def the_books_agree(self) -> None:
+        if hasattr(self, "kv"):
+            self.kv.scheduler.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "kv"):
+            return
+        self.kv.drain()
+        assert set(self.kv.finished) == set(self.prompts)
+        for request_id, (prompt, count) in self.prompts.items():
+            tokens, expected = self.kv.tokens[request_id], answer(prompt, count)
+            if request_id in self.aborted:
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert tokens == expected
+        pool = self.kv.scheduler.kv.pool
+        assert pool.num_available == pool.units.num_units - 1
+
+
+class AtLeastMachine(SchedulerMachine):
+    """The same with deeper pages shared, where the pages read are not the request's own."""
+
+    @initialize(num_units=st.sampled_from([37, 41, 60]), budget=st.sampled_from([4, 16]))
+    def start(self, num_units: int, budget: int) -> None:  # type: ignore[override]
+        self.kv = engine(
+            num_units=num_units, max_num_tokens=budget, prefix_at_least=True, exact=False
+        )
+        self.prompts = {}
+        self.aborted = set()
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestAtLeast = AtLeastMachine.TestCase
+TestAtLeast.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,121 @@
+"""An executor without arithmetic: it checks what every query would read.
+
+Memory holds, for each unit and token index, a tag saying which token, in which context, at
+which loop wrote it. A step replays the plan's writes, copies and reads, and fails when a
+query at loop k would not see, for each earlier token, the deepest plane that token reached
+up to k. The next token is a hash of the context, so equal contexts give equal answers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+
+from looptrt.kv_layout import PlaneLayout
+from looptrt.runtime.batch import loop_rows
+from looptrt.runtime.scheduler import Scheduler
+from looptrt.runtime.step_plan import PlaneCopies, StepPlan
+
+Tag = tuple[bytes, int]
+BOUNDARY = -1
+
+
+def next_token(token_ids: list[int], vocab: int) -> int:
+    """The answer of the simulated model after these tokens."""
+    digest = hashlib.sha256(np.array(token_ids, np.int32).tobytes()).digest()
+    return digest[0] % vocab
+
+
+def context_tag(token_ids: np.ndarray, depths: np.ndarray, salt: bytes | None) -> bytes:
+    """Names everything that the KV of the last of these tokens depends on."""
+    tokens = np.asarray(token_ids, np.int32).tobytes()
+    return hashlib.sha256(repr((tokens, list(depths), salt)).encode()).digest()
+
+
+class SimExecutor:
+    """Replays plans over tagged memory.
+
+    Args:
+        scheduler: whose slots say which tokens are known.
+        layout: geometry of units and planes.
+        exact: check the tags of what is read, not only that it was written.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, layout: PlaneLayout, *, vocab: int, exact: bool = True
+    ) -> None:
+        slots, pages = len(scheduler.slots.requests), scheduler.kv.table.units.shape[2]
+        self.scheduler, self.layout, self.vocab, self.exact = scheduler, layout, vocab, exact
+        self.table = np.zeros((slots, layout.num_rows, pages), np.int32)
+        self.memory: dict[tuple[int, int], Tag] = {}
+        self.rows_run = 0
+
+    def execute(self, plan: StepPlan) -> np.ndarray:
+        """Run a plan; returns the sampled tokens."""
+        updates = plan.table_updates
+        for slot, page, units in zip(updates.slots, updates.pages, updates.units, strict=True):
+            self.table[slot, :, page] = units
+        assert np.array_equal(self.table, self.scheduler.kv.table.units)
+        self.rows_run += plan.num_rows
+        row_slots = np.repeat(plan.seq_slots, np.diff(plan.cu_seqlens))
+        self._copy(plan.copies, 0, 1)
+        num_loops = 0
+        for loop, rows in loop_rows(plan):
+            if loop:
+                self._copy(plan.copies, loop, loop + 1)
+            row = self.layout.boundary_units + self.layout.strategy.plane(loop)
+            self._write(plan, row_slots, rows.rows, row, loop)
+            self._read(plan, row_slots, rows.rows, row, loop)
+            num_loops = loop + 1
+        self._copy(plan.copies, num_loops, None)
+        everyone = np.arange(plan.num_rows)
+        for row in range(self.layout.boundary_units):
+            self._write(plan, row_slots, everyone, row, BOUNDARY)
+            self._read(plan, row_slots, everyone, row, BOUNDARY)
+        return np.array([self._sample(int(slot)) for slot in plan.sample_slots], np.int32)
+
+    def _sample(self, slot: int) -> int:
+        slots = self.scheduler.slots
+        return next_token(slots.token_ids[slot, : slots.num_tokens[slot]].tolist(), self.vocab)
+
+    def _place(self, slot: int, row: int, position: int) -> tuple[int, int]:
+        unit = int(self.table[slot, row, position // self.layout.page_size])
+        assert unit > 0, "a live token points at the null unit"
+        return unit, position % self.layout.page_size
+
+    def _tag(self, slot: int, position: int) -> bytes:
+        slots = self.scheduler.slots
+        return context_tag(
+            slots.token_ids[slot, : position + 1],
+            slots.depths[slot, : position + 1],
+            slots.request(slot).cache_salt,
+        )
+
+    def _write(
+        self, plan: StepPlan, row_slots: np.ndarray, rows: np.ndarray, row: int, loop: int
+    ) -> None:
+        for index in rows.tolist():
+            slot, position = int(row_slots[index]), int(plan.positions[index])
+            self.memory[self._place(slot, row, position)] = (self._tag(slot, position), loop)
+
+    def _read(
+        self, plan: StepPlan, row_slots: np.ndarray, rows: np.ndarray, row: int, loop: int
+    ) -> None:
+        depths = self.scheduler.slots.depths
+        last = {int(row_slots[i]): int(plan.positions[i]) for i in rows.tolist()}
+        for slot, position in last.items():
+            for earlier in range(position + 1):
+                tag, written_at = self.memory[self._place(slot, row, earlier)]
+                if not self.exact:
+                    continue
+                assert tag == self._tag(slot, earlier), "a query reads another context's KV"
+                expected = BOUNDARY if loop == BOUNDARY else min(loop, depths[slot, earlier] - 1)
+                assert written_at == expected, "a query reads the wrong plane"
+
+    def _copy(self, copies: PlaneCopies, begin: int, end: int | None) -> None:
+        for i in range(len(copies.before_loop)):
+            due = copies.before_loop[i] >= begin and (end is None or copies.before_loop[i] < end)
+            for token in range(copies.token_begin[i], copies.token_end[i]) if due else ():
+                source = (int(copies.src_units[i]), token)
+                self.memory[int(copies.dst_units[i]), token] = self.memory[source]
