@@ -66,9 +66,10 @@ def running(num_requests: int) -> Scheduler:
                 prefill_loops=LOOPS,
             )
         )
-    while scheduler.stats().num_waiting or (
-        scheduler.slots.num_computed[scheduler.slots.active] == 0
-    ).any():
+    while (
+        scheduler.stats().num_waiting
+        or (scheduler.slots.num_computed[scheduler.slots.active] == 0).any()
+    ):
         step(scheduler)
     while (scheduler.slots.num_tokens - scheduler.slots.num_computed > 1).any():
         step(scheduler)
@@ -94,9 +95,7 @@ def measure(num_requests: int) -> dict[str, float]:
         scheduler = running(num_requests)
         times = np.array([step(scheduler) for _ in range(STEPS // 2)]) * 1e6
         total = times.sum(axis=1)
-        rows.append(
-            (np.median(times[:, 0]), np.median(times[:, 1]), np.median(total), np.quantile(total, 0.99))
-        )
+        rows.append((*np.median(times, axis=0), np.median(total), np.quantile(total, 0.99)))
     schedule, commit, total, p99 = np.median(rows, axis=0).tolist()
     return {
         "requests": num_requests,

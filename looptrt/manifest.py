@@ -117,7 +117,10 @@ class Manifest:
                 "max_seq_len": self.limits.max_seq_len,
                 "max_num_tokens": self.limits.max_num_tokens,
                 "kv_cache_type": "PAGED",
-                "plugin_config": {"tokens_per_block": self.layout.page_size, "paged_kv_cache": True},
+                "plugin_config": {
+                    "tokens_per_block": self.layout.page_size,
+                    "paged_kv_cache": True,
+                },
                 "flags": self.build_flags,
             },
             "looptrt": {
@@ -228,6 +231,15 @@ class Manifest:
         return manifest
 
 
+def is_engine_dir(path: Path) -> bool:
+    """Whether a directory says that it is an engine directory, in whatever state it is."""
+    try:
+        data = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(data, dict) and isinstance(data.get("looptrt"), dict)
+
+
 def sha256_of(path: Path) -> str:
     """Hex SHA-256 of a file's content."""
     with path.open("rb") as file:
@@ -239,7 +251,11 @@ def _verify_file(path: Path, digest: str, size: int) -> None:
         raise ManifestError(f"{path}: missing; rebuild the engine directory")
     found_size = path.stat().st_size
     if found_size != size:
-        raise ManifestError(f"{path}: expected {size} bytes, found {found_size}; rebuild or copy again")
+        raise ManifestError(
+            f"{path}: expected {size} bytes, found {found_size}; rebuild or copy again"
+        )
     found = sha256_of(path)
     if found != digest:
-        raise ManifestError(f"{path}: expected SHA-256 {digest}, found {found}; rebuild or copy again")
+        raise ManifestError(
+            f"{path}: expected SHA-256 {digest}, found {found}; rebuild or copy again"
+        )

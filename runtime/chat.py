@@ -34,7 +34,8 @@ _HUGINN = """\
 {{- bos_token -}}
 {%- for message in messages -%}
 {%- set role = 'Huginn' if message['role'] == 'assistant' else message['role'] -%}
-{{- '<|begin_header|>' + role + '<|end_header|>\\n\\n' + message['content'] | trim + '<|end_turn|>' -}}
+{{- '<|begin_header|>' + role + '<|end_header|>\\n\\n' -}}
+{{- message['content'] | trim + '<|end_turn|>' -}}
 {%- endfor -%}
 {{- '<|begin_header|>Huginn<|end_header|>\\n\\n' if add_generation_prompt else '<|end_text|>' -}}
 """
@@ -77,7 +78,9 @@ class ChatTemplate:
         if source is not None:
             return ChatTemplate(source, tokens, f"{config_path}: chat_template")
         if architecture in _FAMILY_TEMPLATES:
-            return ChatTemplate(_FAMILY_TEMPLATES[architecture], tokens, f"default of {architecture}")
+            return ChatTemplate(
+                _FAMILY_TEMPLATES[architecture], tokens, f"default of {architecture}"
+            )
         return None
 
     def render(
@@ -104,7 +107,9 @@ class ChatTemplate:
         try:
             return self._template.render(messages=[dict(message) for message in messages], **names)
         except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
-            raise RequestError(f"messages: the chat template ({self.where}) says: {error}") from error
+            raise RequestError(
+                f"messages: the chat template ({self.where}) says: {error}"
+            ) from error
 
 
 def _compile(source: str) -> Template:

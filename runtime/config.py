@@ -1,6 +1,7 @@
 """What the operator of an engine decides when it starts, checked field by field.
 
-Owns the fields and their ranges; leaves the sizing of the KV pool to `engine_core`. Invariant: a limit may be lowered below the built engine's, never raised.
+Owns the fields and their ranges; leaves the sizing of the KV pool to `engine_core`.
+Invariant: a limit may be lowered below the built engine's, never raised.
 """
 
 from __future__ import annotations

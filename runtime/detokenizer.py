@@ -58,7 +58,9 @@ class Detokenizer:
 def _certain(text: str) -> int:
     """Characters of `text` that no later token can change."""
     num_unfinished = 0
-    while num_unfinished < _MAX_UNFINISHED and text.endswith(_REPLACEMENT, 0, len(text) - num_unfinished):
+    while num_unfinished < _MAX_UNFINISHED and text.endswith(
+        _REPLACEMENT, 0, len(text) - num_unfinished
+    ):
         num_unfinished += 1
     return len(text) - num_unfinished
 
@@ -85,7 +87,11 @@ class StopMatcher:
     def push(self, piece: str) -> str | StopMatch:
         """Take a piece; returns the text that no stop string can claim, or the match."""
         text = self._held + piece
-        found = [(begin + len(stop), begin, stop) for stop in self._stops if (begin := text.find(stop)) >= 0]
+        found = [
+            (begin + len(stop), begin, stop)
+            for stop in self._stops
+            if (begin := text.find(stop)) >= 0
+        ]
         if found:
             _, begin, stop = min(found)
             self._held = ""

@@ -13,7 +13,7 @@ import torch
 
 from looptrt.errors import EngineError, RequestError
 from looptrt.loop_spec import InitialState, NoiseMode
-from looptrt.manifest import Manifest
+from looptrt.manifest import BuildLimits, Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.executor.torch import TorchExecutor
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
@@ -21,7 +21,7 @@ from looptrt.runtime.outputs import StepOutput
 from looptrt.runtime.request import Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
 
-_DEFAULT_CPU_KV_BYTES = 1 << 30
+_DEFAULT_KV_BYTES = 1 << 30
 
 
 class EngineCore:
@@ -38,6 +38,8 @@ class EngineCore:
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self.manifest = Manifest.load(engine_dir)
+        if config.device != "cpu":
+            raise EngineError(f"device: engines run on cpu only so far, got {config.device!r}")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         scheduler_config = _scheduler_config(self.manifest, config)
@@ -59,8 +61,8 @@ class EngineCore:
             RequestError: it could never run here.
             QueueFullError: the waiting queue is full.
         """
-        vocab_size = self.manifest.spec.vocab_size
-        if len(request.prompt) and not 0 <= request.prompt.min() <= request.prompt.max() < vocab_size:
+        prompt, vocab_size = request.prompt, self.manifest.spec.vocab_size
+        if prompt.size and not 0 <= prompt.min() <= prompt.max() < vocab_size:
             raise RequestError(f"prompt: token ids must be from 0 to {vocab_size - 1}")
         self.scheduler.add(request)
 
@@ -105,40 +107,38 @@ def cache_identity(manifest: Manifest) -> CacheIdentity:
 
 
 def _scheduler_config(manifest: Manifest, config: EngineConfig) -> SchedulerConfig:
-    limits, layout = manifest.limits, manifest.layout
-    batch = config.max_batch_size or limits.max_batch_size
-    max_seq_len = config.max_seq_len or limits.max_seq_len
+    limits, layout = config.limits(manifest), manifest.layout
     if config.prefix_grid is not None and config.prefix_grid % layout.page_size:
         raise EngineError(
             f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
             f"got {config.prefix_grid}"
         )
     return SchedulerConfig(
-        max_batch_size=batch,
-        max_num_tokens=config.max_num_tokens or limits.max_num_tokens,
-        max_seq_len=max_seq_len,
-        num_units=_num_units(manifest, config, batch, max_seq_len),
+        max_batch_size=limits.max_batch_size,
+        max_num_tokens=limits.max_num_tokens,
+        max_seq_len=limits.max_seq_len,
+        num_units=_num_units(manifest, config, limits),
         max_waiting=config.max_waiting,
         enable_prefix_cache=config.enable_prefix_cache,
         prefix_at_least=config.prefix_depth == "at_least",
         prefix_grid=config.prefix_grid,
-        recomputable=not layout.strategy.overwrites
-        and manifest.noise_mode is NoiseMode.POSITION,
+        recomputable=not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION,
     )
 
 
-def _num_units(manifest: Manifest, config: EngineConfig, batch: int, max_seq_len: int) -> int:
+def _num_units(manifest: Manifest, config: EngineConfig, limits: BuildLimits) -> int:
     """Units of the pool, the null unit included."""
     layout = manifest.layout
-    one_sequence = layout.num_pages(max_seq_len) * layout.units_of_page(layout.max_loops)
+    page_units = layout.units_of_page(layout.max_loops)
     if config.kv_cache_bytes is not None:
         num_units = config.kv_cache_bytes // layout.unit_bytes
-        if num_units < layout.units_of_page(layout.max_loops) + 1:
+        if num_units < page_units + 1:
             raise EngineError(
                 f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold {num_units} units of "
                 f"{layout.unit_bytes} bytes; one page of {layout.max_loops} loops and the null "
-                f"unit need {layout.units_of_page(layout.max_loops) + 1}"
+                f"unit need {page_units + 1}"
             )
         return num_units
-    affordable = _DEFAULT_CPU_KV_BYTES // layout.unit_bytes
-    return min(batch * one_sequence, max(affordable, one_sequence)) + 1
+    sequence_units = layout.num_pages(limits.max_seq_len) * page_units
+    affordable = max(_DEFAULT_KV_BYTES // layout.unit_bytes, sequence_units)
+    return min(limits.max_batch_size * sequence_units, affordable) + 1

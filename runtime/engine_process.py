@@ -8,6 +8,7 @@ hears of it, by a message or by the end of the connection.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import importlib
 import json
 import logging
@@ -95,7 +96,7 @@ def serve(make_core: Callable[[], Core], connection: Connection) -> bool:
     except LooptrtError as error:
         _report(connection, error)
         return False
-    except Exception as error:  # noqa: BLE001 - the one supervisor of the engine
+    except Exception as error:  # the one supervisor of the engine
         _logger.exception("the engine failed")
         _report(connection, EngineError(f"the engine failed: {type(error).__name__}: {error}"))
         return False
@@ -175,16 +176,20 @@ def _report(connection: Connection, error: LooptrtError) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Serve one client over an inherited socket; the exit code is 0 after a clean end."""
+    faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the client's to handle
-    parser = argparse.ArgumentParser(prog="looptrt.runtime.engine_process", description=main.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="looptrt.runtime.engine_process", description=main.__doc__
+    )
     parser.add_argument("--fd", type=int, required=True, help="descriptor of the socket")
     parser.add_argument("--engine-dir", type=Path, required=True)
     parser.add_argument("--config", type=json.loads, required=True, help="EngineConfig as JSON")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    connection = Connection(socket.socket(fileno=args.fd))
+    sock = socket.socket(fileno=args.fd)
+    sock.set_inheritable(False)
     config = EngineConfig(**args.config)
-    return 0 if serve(lambda: load_core(args.engine_dir, config), connection) else 1
+    return 0 if serve(lambda: load_core(args.engine_dir, config), Connection(sock)) else 1
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import threading
 from dataclasses import astuple, dataclass
 from typing import Any
 
-import msgpack
+import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from looptrt import errors
@@ -119,9 +119,10 @@ def decode(data: bytes) -> Message:
     """
     try:
         kind, *fields = msgpack.unpackb(data)
-        return _BUILDERS[kind](*fields)
+        message: Message = _BUILDERS[kind](*fields)
     except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
         raise EngineError(f"malformed message of {len(data)} bytes: {error!r}") from error
+    return message
 
 
 class Connection:
@@ -259,7 +260,11 @@ def _error_fields(error: LooptrtError) -> tuple[str, str]:
 
 def _build_error(name: str, message: str) -> LooptrtError:
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, LooptrtError) and kind is not errors.TransferError:
+    if (
+        isinstance(kind, type)
+        and issubclass(kind, LooptrtError)
+        and kind is not errors.TransferError
+    ):
         return kind(message)
     return EngineError(f"{name}: {message}")
 

@@ -15,7 +15,7 @@ from looptrt.runtime.request import SamplerParams
 from looptrt.runtime.step_plan import Int32Array
 
 # Separates the sampling draws from the noise of the same seed and position.
-_SAMPLING_STREAM = np.uint64(0x6A09E667F3BCC909)
+_SAMPLING_STREAM = np.uint64(0xA54FF53A5F1D36F1)
 
 
 class Sampler:
@@ -33,9 +33,7 @@ class Sampler:
         for slot, params in slot_params:
             self._params[slot] = params
 
-    def sample(
-        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
-    ) -> Int32Array:
+    def sample(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Int32Array:
         """Choose one token a row.
 
         Args:

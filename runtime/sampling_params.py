@@ -6,12 +6,26 @@ counts, whose upper bound only the engine directory knows.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from looptrt.errors import RequestError
 
 MAX_SEED = 2**63 - 1
+_MAX_INT = 2**31 - 1
+_MAX_LOOPS = 2**15 - 1  # recorded depths are int16
+_GREEDY_BELOW = 1e-5
+
+_INT_RANGES = {
+    "max_tokens": (1, _MAX_INT),
+    "top_k": (0, _MAX_INT),
+    "seed": (0, MAX_SEED),
+    "noise_seed": (0, MAX_SEED),
+    "loops": (1, _MAX_LOOPS),
+    "prefill_loops": (1, _MAX_LOOPS),
+    "priority": (-_MAX_INT, _MAX_INT),
+}
+_OPTIONAL = ("max_tokens", "seed", "noise_seed", "loops", "prefill_loops")
+_FLOAT_RANGES = {"temperature": (0.0, 1e30), "top_p": (0.0, 1.0), "min_p": (0.0, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,32 +70,24 @@ class SamplingParams:
     noise_seed: int | None = None
     cache_salt: str | None = None
     priority: int = 0
-    _greedy_below: float = field(default=1e-5, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", _tuple_of("stop", self.stop, str))
-        object.__setattr__(self, "stop_token_ids", _tuple_of("stop_token_ids", self.stop_token_ids, int))
-        if any(not text for text in self.stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple_of("stop", stop, str))
+        stop_ids = _tuple_of("stop_token_ids", self.stop_token_ids, int)
+        object.__setattr__(self, "stop_token_ids", stop_ids)
+        if not all(self.stop):
             raise RequestError("stop: an empty string would stop every answer")
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check_float("temperature", self.temperature, 0.0, 1e30)
-        _check_int("top_k", self.top_k, 0, 2**31 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, _MAX_INT)
+        for name, (low, high) in _INT_RANGES.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                _check_int(name, value, low, high)
+        for name, (lowest, highest) in _FLOAT_RANGES.items():
+            _check_float(name, getattr(self, name), lowest, highest)
         if self.top_p == 0.0:
             raise RequestError("top_p: expected a number above 0 and at most 1, got 0")
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        for name in ("seed", "noise_seed"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_SEED)
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, 2**31 - 1)
-        for name in ("loops", "prefill_loops"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 1, 2**15 - 1)
-        _check_int("priority", self.priority, -(2**31), 2**31 - 1)
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos: expected true or false, got {self.ignore_eos!r}")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
@@ -90,7 +96,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken without a draw."""
-        return self.temperature < self._greedy_below
+        return self.temperature < _GREEDY_BELOW
 
 
 def _tuple_of(name: str, values: object, kind: type) -> tuple[object, ...]:
@@ -109,5 +115,5 @@ def _check_int(name: str, value: object, low: int, high: int) -> None:
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not math.isfinite(value) or not low <= value <= high:  # type: ignore[arg-type]
+    if not is_number or not low <= float(value) <= high:  # type: ignore[arg-type]
         raise RequestError(f"{name}: expected a finite number from {low} to {high}, got {value!r}")

@@ -276,14 +276,12 @@ class Scheduler:
         """Make room by preempting the lowest rank, at worst the request itself."""
         while not self.kv.grow(slot, num_tokens):
             victim = self.slots.by_rank(np.flatnonzero(self.slots.active))[-1]
-            request = self._preempt(victim)
+            self._preempt(victim)
             if victim == slot:
-                if self.slots.num_active == 0:
-                    request.use_prefix_cache = False
                 return False
         return True
 
-    def _preempt(self, slot: int) -> Request:
+    def _preempt(self, slot: int) -> None:
         """Give up the slot and pages; the recorded depths say how to recompute."""
         if not self.config.recomputable:
             raise InvariantError("a request that cannot be recomputed ran out of reserved pages")
@@ -293,7 +291,6 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._push_waiting(request)
-        return request
 
     def _admit(self, chunks: dict[int, int], budget: int) -> None:
         """Move waiting requests to slots while budget, slots and units last."""
@@ -301,7 +298,7 @@ class Scheduler:
             request = self._waiting[0][2]
             rows = self._try_admit(request, budget)
             if rows == 0 and self.slots.num_active == 0 and request.use_prefix_cache:
-                request.use_prefix_cache = False
+                request.use_prefix_cache = False  # shared pages too deep to leave room
                 rows = self._try_admit(request, budget)
             if rows == 0:
                 return

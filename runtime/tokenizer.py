@@ -70,7 +70,5 @@ class Tokenizer:
 
     def _count_tail(self) -> int:
         """Tokens that the tokenizer's file puts behind every text (Huginn: an end token)."""
-        is_text = [
-            sequence is not None for sequence in self._tokenizer.encode("a").sequence_ids
-        ]
+        is_text = [sequence is not None for sequence in self._tokenizer.encode("a").sequence_ids]
         return is_text[::-1].index(True) if any(is_text) else 0

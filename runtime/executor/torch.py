@@ -72,15 +72,21 @@ class TorchExecutor(Executor):
         """Apply the plan's block-table updates."""
         updates = plan.table_updates
         if len(updates.slots):
-            columns = (updates.slots, updates.pages, updates.units)
-            update_tables(self._table, *map(torch.from_numpy, columns))
+            update_tables(
+                self._table,
+                torch.from_numpy(updates.slots),
+                torch.from_numpy(updates.pages),
+                torch.from_numpy(updates.units),
+            )
 
     def copy_planes(self, copies: PlaneCopies) -> None:
         """Copy token ranges between units of the pool."""
-        ranges = (copies.src_units, copies.dst_units, copies.token_begin, copies.token_end)
         plane_copy(
             self._kv["kv_pool"],
-            *map(torch.from_numpy, ranges),
+            torch.from_numpy(copies.src_units),
+            torch.from_numpy(copies.dst_units),
+            torch.from_numpy(copies.token_begin),
+            torch.from_numpy(copies.token_end),
             unit_shape=self.manifest.layout.unit_shape,
             dtype=self._dtype,
         )

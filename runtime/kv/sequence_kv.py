@@ -185,7 +185,9 @@ class SequenceKv:
             root = self._identity.root(request.cache_salt, request.noise_seed)
             tokens = token_ids[idx * size : (idx + 1) * size]
             parent = request.page_keys[idx - 1] if idx else root
-            request.page_keys.append(page_key(parent, tokens, depths[idx * size : (idx + 1) * size]))
+            request.page_keys.append(
+                page_key(parent, tokens, depths[idx * size : (idx + 1) * size])
+            )
             if self._policy.at_least:
                 parent = request.token_keys[idx - 1] if idx else root
                 request.token_keys.append(page_key(parent, tokens, None))

@@ -1,0 +1,311 @@
+"""A build, from a checkpoint to an engine directory.
+
+Owns the order of the steps and every decision that the flags leave open; leaves reading
+checkpoints to `looptrt.models`, the graphs to `builder.export` and the directory's
+atomicity to `builder.engine_dir`. Invariant: all that can be refused is refused by
+`plan_build`, before a byte is written; only unreadable or non-finite weights come later.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from looptrt import __version__
+from looptrt.builder.engine_dir import atomic_directory, check_target
+from looptrt.builder.export import export_phases
+from looptrt.builder.tokens import TOKENIZER_FILES, token_ids
+from looptrt.builder.weights import TORCH_DTYPES, WeightsLayout, fingerprint, write_weights
+from looptrt.errors import BuildError, CheckpointError
+from looptrt.kv_layout import PlaneLayout
+from looptrt.loop_spec import InitialState, LoopSpec, NoiseMode
+from looptrt.manifest import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    BuildLimits,
+    Manifest,
+    PhaseGraph,
+    TokenIds,
+    sha256_of,
+)
+from looptrt.models.blocks import LoopedModel, rope_tables
+from looptrt.models.checkpoint import Checkpoint
+from looptrt.models.family import Family, WeightRecipe
+from looptrt.models.head import settle_head
+from looptrt.models.registry import family_of
+
+_DEFAULT_INPUT_LEN = 1024
+_TOOLS = ("torch", "onnx", "onnx-ir", "safetensors")
+_BACKEND = "pytorch"
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What a build is asked for; None leaves a choice to the model (see the flags' help)."""
+
+    checkpoint_dir: Path
+    output_dir: Path
+    max_batch_size: int = 128
+    max_input_len: int | None = None
+    max_seq_len: int | None = None
+    max_num_tokens: int = 8192
+    tokens_per_block: int = 32
+    max_loops: int | None = None
+    kv_planes: str = "latest"
+    noise: NoiseMode = NoiseMode.POSITION
+    dtype: str | None = None
+    logits_dtype: str = "float32"
+    backend: str = "auto"
+    workers: int = 1
+
+    def recorded(self) -> dict[str, Any]:
+        """The flags that shape the engine, as JSON; places and threads do not."""
+        left_out = ("checkpoint_dir", "output_dir", "workers")
+        names = [name for name in self.__dataclass_fields__ if name not in left_out]
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class BuildPlan:
+    """A build with every choice made and every check of the headers passed."""
+
+    config: BuildConfig
+    checkpoint: Checkpoint
+    spec: LoopSpec
+    layout: PlaneLayout
+    limits: BuildLimits
+    tokens: TokenIds
+    dtype: str
+    recipes: Mapping[str, WeightRecipe]
+    model: LoopedModel
+    weights: WeightsLayout
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """The rope tables: what the model stores and no checkpoint holds."""
+        cos, sin = rope_tables(self.spec, self.limits.max_seq_len, TORCH_DTYPES[self.dtype])
+        values = {"cos": cos, "sin": sin}
+        names = self.weights.places.keys() - self.recipes.keys()
+        return {name: values[name.rpartition(".")[2]] for name in names}
+
+    def describe(self) -> str:
+        """The plan as text, one fact a line."""
+        spec, layout, limits = self.spec, self.layout, self.limits
+        facts = {
+            "architecture": spec.architecture,
+            "layers": f"{spec.prelude_layers} prelude, {spec.core_layers} core, "
+            f"{spec.coda_layers} coda",
+            "loops": f"{spec.num_loops} trained, up to {layout.max_loops} in this engine",
+            "dtype": f"{self.dtype}, logits {self.config.logits_dtype}",
+            "weights": f"{len(self.recipes)} tensors, {self.weights.num_bytes} bytes",
+            "KV planes": f"{layout.num_planes} ({layout.strategy.name}), "
+            f"pages of {layout.page_size} tokens, units of {layout.unit_bytes} bytes",
+            "KV per token": f"{layout.bytes_per_token(spec.num_loops)} bytes "
+            f"at {spec.num_loops} loops",
+            "limits": f"{limits.max_batch_size} requests, prompt {limits.max_input_len}, "
+            f"sequence {limits.max_seq_len}, {limits.max_num_tokens} tokens a step",
+            "noise": self.config.noise.value,
+            "end tokens": f"{list(self.tokens.eos)} ({self.tokens.source})",
+            "backend": _BACKEND,
+            "output": str(self.config.output_dir),
+        }
+        width = max(map(len, facts))
+        return "".join(f"{name:<{width}}  {value}\n" for name, value in facts.items())
+
+
+def plan_build(config: BuildConfig) -> BuildPlan:
+    """Make every choice of a build and check all that can be checked without tensor data.
+
+    Raises:
+        BuildError: a flag cannot be served; names it.
+        CheckpointError: the checkpoint cannot be used; names file, tensor and key.
+    """
+    _check_flags(config)
+    checkpoint = Checkpoint.open(config.checkpoint_dir)
+    family = _family(checkpoint)
+    spec = family.parse_config(checkpoint.config, str(checkpoint.config_path))
+    checkpoint, spec = settle_head(checkpoint, family, spec)
+    recipes = family.weight_map(spec)
+    checkpoint.check(_source_shapes(recipes), family.ignored)
+    dtype = _dtype(config, checkpoint)
+    _check_noise(config.noise, spec)
+    layout = PlaneLayout.of(
+        spec,
+        page_size=config.tokens_per_block,
+        max_loops=_max_loops(config, spec),
+        dtype=dtype,
+        kv_planes=config.kv_planes,
+    )
+    limits = _limits(config, spec)
+    model = family.build(
+        spec,
+        layout,
+        max_positions=limits.max_seq_len,
+        dtype=TORCH_DTYPES[dtype],
+        noise_mode=config.noise,
+        logits_dtype=TORCH_DTYPES[config.logits_dtype],
+        device="meta",
+    )
+    check_target(config.output_dir)
+    return BuildPlan(
+        config=config,
+        checkpoint=checkpoint,
+        spec=spec,
+        layout=layout,
+        limits=limits,
+        tokens=token_ids(checkpoint, spec.vocab_size),
+        dtype=dtype,
+        recipes=recipes,
+        model=model,
+        weights=WeightsLayout.of(model),
+    )
+
+
+def build(config: BuildConfig) -> Manifest:
+    """Build an engine directory; one of ours that is at `output_dir` is replaced.
+
+    Raises:
+        BuildError, CheckpointError: see `plan_build`; also a tensor that is not finite or
+            does not fit the dtype. The output directory is then as it was.
+    """
+    plan = plan_build(config)
+    if config.backend == "auto":
+        _logger.info("--backend auto: %s, the only backend of this build", _BACKEND)
+    with atomic_directory(config.output_dir) as draft:
+        manifest = _write(plan, draft)
+    _logger.info("wrote %s", config.output_dir)
+    return manifest
+
+
+def _write(plan: BuildPlan, draft: Path) -> Manifest:
+    digests = write_weights(
+        plan.checkpoint,
+        plan.recipes,
+        plan.tables(),
+        plan.weights,
+        draft / WEIGHTS_NAME,
+        plan.config.workers,
+    )
+    phases = export_phases(plan.model, plan.layout, plan.weights, draft)
+    for name in TOKENIZER_FILES:
+        if (plan.checkpoint.directory / name).exists():
+            shutil.copyfile(plan.checkpoint.directory / name, draft / name)
+    model_id = fingerprint(plan.spec, plan.weights, digests, plan.recipes)
+    manifest = _manifest(plan, draft, phases, model_id)
+    text = json.dumps(manifest.to_json(), indent=2) + "\n"
+    (draft / CONFIG_NAME).write_text(text, encoding="utf-8")
+    return manifest
+
+
+def _family(checkpoint: Checkpoint) -> Family:
+    try:
+        return family_of(checkpoint.architecture)
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.config_path}: {error}") from None
+
+
+def _source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
+    return {
+        name: shape
+        for recipe in recipes.values()
+        for name, shape in zip(recipe.sources, recipe.hf_shapes, strict=True)
+    }
+
+
+def _manifest(
+    plan: BuildPlan, draft: Path, phases: dict[str, PhaseGraph], fingerprint: str
+) -> Manifest:
+    return Manifest(
+        version=__version__,
+        backend=_BACKEND,
+        dtype=plan.dtype,
+        logits_dtype=plan.config.logits_dtype,
+        spec=plan.spec,
+        layout=plan.layout,
+        limits=plan.limits,
+        noise_mode=plan.config.noise,
+        tokens=plan.tokens,
+        phases=phases,
+        fingerprint=fingerprint,
+        files={path.name: (sha256_of(path), path.stat().st_size) for path in draft.iterdir()},
+        build_flags=plan.config.recorded(),
+        tools={"python": platform.python_version(), **{name: version(name) for name in _TOOLS}},
+    )
+
+
+def _check_flags(config: BuildConfig) -> None:
+    if config.backend not in ("auto", _BACKEND):
+        raise BuildError(f"--backend {config.backend}: expected auto or {_BACKEND}")
+    counts = (
+        "max_batch_size",
+        "max_input_len",
+        "max_seq_len",
+        "max_num_tokens",
+        "tokens_per_block",
+        "max_loops",
+        "workers",
+    )
+    for name in counts:
+        value = getattr(config, name)
+        if value is not None and value < 1:
+            raise BuildError(f"--{name}: expected at least 1, got {value}")
+    for name in ("dtype", "logits_dtype"):
+        value = getattr(config, name)
+        if value is not None and value not in TORCH_DTYPES:
+            raise BuildError(f"--{name} {value}: expected {' or '.join(TORCH_DTYPES)}")
+
+
+def _dtype(config: BuildConfig, checkpoint: Checkpoint) -> str:
+    dtype = config.dtype or checkpoint.declared_dtype
+    if dtype not in TORCH_DTYPES:
+        raise BuildError(
+            f"{checkpoint.config_path}: dtype {dtype}: looped states leave its range or it is "
+            f"unknown; choose --dtype {' or '.join(TORCH_DTYPES)}"
+        )
+    return dtype
+
+
+def _check_noise(noise: NoiseMode, spec: LoopSpec) -> None:
+    if noise is NoiseMode.SEQUENTIAL and spec.initial_state is not InitialState.RANDOM:
+        raise BuildError(f"--noise {noise}: {spec.architecture} has no random initial state")
+
+
+def _max_loops(config: BuildConfig, spec: LoopSpec) -> int:
+    if config.max_loops is None:
+        return spec.num_loops
+    if config.max_loops > spec.num_loops:
+        _logger.warning(
+            "--max_loops %d: more than the %d loops that the model runs by default",
+            config.max_loops,
+            spec.num_loops,
+        )
+    return config.max_loops
+
+
+def _limits(config: BuildConfig, spec: LoopSpec) -> BuildLimits:
+    max_seq_len = config.max_seq_len or spec.max_position
+    if max_seq_len > spec.max_position:
+        raise BuildError(
+            f"--max_seq_len {max_seq_len}: the model defines {spec.max_position} positions"
+        )
+    max_input_len = config.max_input_len or min(_DEFAULT_INPUT_LEN, max_seq_len)
+    if max_input_len > max_seq_len:
+        raise BuildError(
+            f"--max_input_len {max_input_len}: expected at most max_seq_len, {max_seq_len}"
+        )
+    return BuildLimits(
+        max_batch_size=config.max_batch_size,
+        max_input_len=max_input_len,
+        max_seq_len=max_seq_len,
+        max_num_tokens=config.max_num_tokens,
+    )

@@ -1,0 +1,420 @@
+"""The command line: `looptrt build | generate | inspect | doctor`, and `trtllm-build`.
+
+Owns arguments, what is printed and exit codes; leaves the work to `builder`, `runtime` and
+`doctor`. Invariant: an error is one line on stderr and exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import io
+import json
+import logging
+import os
+import re
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+from rich.table import Table
+
+from looptrt import __version__, doctor
+from looptrt.errors import LooptrtError
+from looptrt.manifest import Manifest
+from looptrt.runtime.llm import LLM, AnswerStream
+from looptrt.runtime.outputs import RequestOutput
+from looptrt.runtime.sampling_params import SamplingParams
+
+BAD_INPUT = 2
+INTERRUPTED = 128 + signal.SIGINT
+BROKEN_PIPE = 128 + signal.SIGPIPE
+
+_STREAMS_AHEAD = 64  # requests that run while earlier answers are printed
+_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SAMPLING_FLAGS = (
+    ("--max-tokens", int, "N", "new tokens at most (default: 32)"),
+    ("--temperature", float, "T", "0 is greedy (default: 0)"),
+    ("--top-k", int, "K", "keep the K most likely tokens; 0 keeps all (default: 0)"),
+    ("--top-p", float, "P", "keep the most likely tokens up to probability P (default: 1)"),
+    ("--min-p", float, "P", "drop tokens below P times the most likely one (default: 0)"),
+    ("--seed", int, "N", "seed of the draws (default: a fresh one for each answer)"),
+    ("--loops", int, "S", "loops of generated tokens (default: the model's)"),
+    ("--prefill-loops", int, "P", "loops of prompt tokens but the last (default: S)"),
+    ("--noise-seed", int, "N", "seed of the random initial state (default: 0)"),
+)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `looptrt`; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return _guard("looptrt", lambda: _run(arguments))
+
+
+def trtllm_build(argv: list[str] | None = None) -> int:
+    """Run `trtllm-build`; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    return _guard("trtllm-build", lambda: _build(arguments, "trtllm-build"))
+
+
+def _guard(prog: str, run: Callable[[], int]) -> int:
+    """Turn whatever a command raises into an exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # answers can hold what a terminal cannot show
+    try:
+        code = run()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes again at exit; there is no one to read it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (LooptrtError, OSError) as error:
+        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    return code
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose complaints are errors of ours, so that they end in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LooptrtError(f"{message}; see {self.prog} --help")
+
+
+def _run(arguments: list[str]) -> int:
+    if arguments[:1] == ["build"]:
+        return _build(arguments[1:], "looptrt build")
+    args = _make_parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = args.command
+    return command(args)
+
+
+def _build(arguments: list[str], prog: str) -> int:
+    # The builder loads torch and ONNX: seconds that no other command should pay.
+    flags: Any = importlib.import_module("looptrt.builder.flags")
+    code: int = flags.main(arguments, prog)
+    return code
+
+
+def _make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="looptrt",
+        description="Compile looped language models and run them.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"looptrt {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
+    commands.add_parser("build", help="checkpoint to engine directory (see looptrt build --help)")
+    _add_generate(commands.add_parser("generate", help="answer prompts", allow_abbrev=False))
+    _add_inspect(commands.add_parser("inspect", help="describe an engine directory"))
+    diagnosis = commands.add_parser("doctor", help="what is installed, which backends work here")
+    diagnosis.add_argument("--json", action="store_true", help="print JSON")
+    diagnosis.set_defaults(command=_doctor)
+    return parser
+
+
+# ---- generate
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Answer prompts: those of --prompt and --prompts-file, else one a line of the standard "
+        "input. Answers go to stdout, a line of figures for each to stderr."
+    )
+    parser.set_defaults(command=_generate)
+    parser.add_argument("engine_dir", type=Path, metavar="ENGINE_DIR")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
+    for flag, kind, metavar, text in _SAMPLING_FLAGS:
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; repeatable"
+    )
+    parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="print text as it comes (default: yes)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each answer")
+    parser.add_argument("--in-process", action="store_true", help="run the engine in this process")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="warning",
+        help="least severe message shown (default: %(default)s)",
+    )
+
+
+def _generate(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    params, prompts = _sampling_params(args), _prompts(args)
+    with LLM(args.engine_dir, in_process=args.in_process) as llm:
+        encoded: list[str | list[int]] = [*prompts]
+        if args.chat:
+            encoded = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
+        is_streaming = args.stream and not args.json
+        answer = _stream if is_streaming else _answer_all
+        for index, output in enumerate(answer(llm, encoded, params)):
+            if args.json:
+                print(json.dumps(_as_json(output, prompts[index]), ensure_ascii=False))
+            elif not is_streaming:
+                print(output.outputs[0].text)
+            sys.stdout.flush()
+            print(_figures(index, len(prompts), output), file=sys.stderr)
+    return 0
+
+
+def _sampling_params(args: argparse.Namespace) -> SamplingParams:
+    names = [flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_FLAGS]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return SamplingParams(stop=tuple(args.stop), **given)
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    prompts = list(args.prompt)
+    if args.prompts_file is not None:
+        prompts += _lines(str(args.prompts_file), args.prompts_file.read_bytes())
+    elif not prompts:
+        if sys.stdin.isatty():
+            raise LooptrtError("generate: give --prompt, --prompts-file or prompts on the input")
+        prompts = _lines("the standard input", sys.stdin.buffer.read())
+    if not prompts:
+        raise LooptrtError("generate: there is no prompt")
+    return prompts
+
+
+def _lines(where: str, data: bytes) -> list[str]:
+    """Prompts of a file: its lines that are not blank."""
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise LooptrtError(f"{where}: not UTF-8 text: {error}") from None
+    return [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+
+
+def _answer_all(
+    llm: LLM, prompts: list[str | list[int]], params: SamplingParams
+) -> list[RequestOutput]:
+    return llm.generate(prompts, params)
+
+
+def _stream(
+    llm: LLM, prompts: list[str | list[int]], params: SamplingParams
+) -> Iterator[RequestOutput]:
+    """Print answers in the order of their prompts, each as it comes, while later ones run."""
+    waiting = deque(prompts)
+    streams: deque[AnswerStream] = deque()
+    while waiting or streams:
+        while waiting and len(streams) < _STREAMS_AHEAD:
+            streams.append(llm.stream(waiting.popleft(), params))
+        for output in streams.popleft():
+            print(output.outputs[0].delta, end="", flush=True)
+        print(flush=True)
+        yield output
+
+
+def _as_json(output: RequestOutput, prompt: str) -> dict[str, Any]:
+    (completion,) = output.outputs
+    metrics = output.metrics
+    assert metrics is not None
+    return {
+        "prompt": prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "depths": completion.depths,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "num_cached_tokens": output.num_cached_tokens,
+        "kv_bytes": output.kv_bytes,
+        "num_preemptions": metrics.num_preemptions,
+        "ttft_s": metrics.ttft_s,
+        "e2e_s": metrics.e2e_s,
+    }
+
+
+def _figures(index: int, total: int, output: RequestOutput) -> str:
+    (completion,) = output.outputs
+    assert output.metrics is not None
+    assert output.kv_bytes is not None
+    depths = sorted(set(completion.depths))
+    depth = "no token" if not depths else "-".join(map(str, dict.fromkeys((depths[0], depths[-1]))))
+    num_tokens, seconds = len(completion.token_ids), output.metrics.e2e_s
+    return (
+        f"[{index + 1}/{total}] depth {depth} | {num_tokens} tokens in {seconds:.2f} s "
+        f"({num_tokens / max(seconds, 1e-9):.1f} tokens/s) | {output.num_cached_tokens} of "
+        f"{len(output.prompt_token_ids)} prompt tokens cached | KV {_size(output.kv_bytes)} | "
+        f"{completion.finish_reason}"
+    )
+
+
+# ---- inspect
+
+
+def _add_inspect(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Describe an engine directory: phases, KV units, what a memory can hold."
+    parser.set_defaults(command=_inspect)
+    parser.add_argument("engine_dir", type=Path, metavar="ENGINE_DIR")
+    parser.add_argument(
+        "--memory", type=_bytes, default="8GiB", metavar="SIZE", help="KV memory (default: 8GiB)"
+    )
+    parser.add_argument("--loops", type=int, metavar="S", help="loops of generated tokens")
+    parser.add_argument("--prefill-loops", type=int, metavar="P", help="loops of prompt tokens")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    manifest = Manifest.load(args.engine_dir)
+    max_loops = manifest.layout.max_loops
+    loops = min(manifest.spec.num_loops, max_loops) if args.loops is None else args.loops
+    prefill_loops = loops if args.prefill_loops is None else args.prefill_loops
+    if not 1 <= prefill_loops <= loops <= max_loops:
+        raise LooptrtError(
+            f"inspect: expected 1 <= --prefill-loops <= --loops <= {max_loops}, "
+            f"got {prefill_loops} and {loops}"
+        )
+    report = _report(manifest, args.memory, loops, prefill_loops)
+    if args.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _print_report(manifest, report)
+    return 0
+
+
+def _report(manifest: Manifest, memory: int, loops: int, prefill_loops: int) -> dict[str, Any]:
+    layout = manifest.layout
+    null_unit = 1
+    num_units = max(memory // layout.unit_bytes - null_unit, 0)
+    return {
+        "architecture": manifest.spec.architecture,
+        "backend": manifest.backend,
+        "dtype": manifest.dtype,
+        "logits_dtype": manifest.logits_dtype,
+        "fingerprint": manifest.fingerprint,
+        "limits": dataclasses.asdict(manifest.limits),
+        "end_tokens": {"ids": list(manifest.tokens.eos), "source": manifest.tokens.source},
+        "phases": {name: dataclasses.asdict(phase) for name, phase in manifest.phases.items()},
+        "kv": {
+            "strategy": layout.strategy.name,
+            "page_tokens": layout.page_size,
+            "max_loops": layout.max_loops,
+            "unit_shape": list(layout.unit_shape),
+            "unit_bytes": layout.unit_bytes,
+            "boundary_rows": layout.boundary_units,
+            "plane_rows": layout.num_planes,
+        },
+        "memory": {
+            "bytes": memory,
+            "units": num_units,
+            "prompt": _per_token(manifest, num_units, prefill_loops),
+            "generated": _per_token(manifest, num_units, loops),
+        },
+    }
+
+
+def _per_token(manifest: Manifest, num_units: int, depth: int) -> dict[str, int]:
+    layout, spec = manifest.layout, manifest.spec
+    all_layers = spec.prelude_layers + spec.core_layers + spec.coda_layers
+    return {
+        "loops": depth,
+        "bytes_per_token": layout.bytes_per_token(depth),
+        "bytes_per_token_all_layers": all_layers * depth * layout.slot_bytes_per_token,
+        "capacity_tokens": num_units // layout.units_of_page(depth) * layout.page_size,
+    }
+
+
+def _print_report(manifest: Manifest, report: dict[str, Any]) -> None:
+    console = _console()
+    console.print(
+        f"{report['architecture']}, {report['backend']} backend, {report['dtype']} "
+        f"(logits {report['logits_dtype']}), built by looptrt {manifest.version}"
+    )
+    phases = Table("phase", "inputs", "outputs", "files", title="Phases")
+    for name, phase in manifest.phases.items():
+        files = ", ".join(file for file in (phase.onnx, phase.engine) if file is not None)
+        phases.add_row(name, ", ".join(phase.inputs), ", ".join(phase.outputs), files)
+    console.print(phases, _kv_table(report), _memory_table(report))
+
+
+def _kv_table(report: dict[str, Any]) -> Table:
+    kv, limits = report["kv"], report["limits"]
+    table = Table("", "", title="KV and limits", show_header=False)
+    table.add_row("unit [slots, K/V, tokens, heads, dim]", " × ".join(map(str, kv["unit_shape"])))
+    table.add_row("bytes of a unit", f"{kv['unit_bytes']} ({_size(kv['unit_bytes'])})")
+    rows = kv["boundary_rows"] + kv["plane_rows"]
+    table.add_row(
+        "rows of the block table",
+        f"{rows}: {kv['boundary_rows']} boundary, {kv['plane_rows']} planes ({kv['strategy']})",
+    )
+    table.add_row("deepest loop count", str(kv["max_loops"]))
+    for name, value in limits.items():
+        table.add_row(name, str(value))
+    table.add_row("ids that end an answer", f"{report['end_tokens']['ids']}")
+    return table
+
+
+def _memory_table(report: dict[str, Any]) -> Table:
+    memory = report["memory"]
+    title = f"{_size(memory['bytes'])} of KV memory: {memory['units']} units"
+    table = Table("tokens", "loops", "bytes a token", "all layers at each loop", "fit", title=title)
+    for kind in ("prompt", "generated"):
+        row = memory[kind]
+        ratio = row["bytes_per_token_all_layers"] / row["bytes_per_token"]
+        table.add_row(
+            kind,
+            str(row["loops"]),
+            str(row["bytes_per_token"]),
+            f"{row['bytes_per_token_all_layers']} ({ratio:.2f} ×)",
+            str(row["capacity_tokens"]),
+        )
+    return table
+
+
+def _bytes(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?", text.strip().lower())
+    unit = _BYTES.get(match[2] or "b") if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB or 500MB, got {text!r}")
+    return int(float(match[1]) * unit)
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes} bytes"
+
+
+def _console() -> Console:
+    return Console(markup=False, emoji=False, highlight=False)  # names are shown as they are
+
+
+# ---- doctor
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    findings = doctor.installed()
+    backends = doctor.backends(findings)
+    if args.json:
+        sections = {"installed": findings, "backends": backends}
+        as_json = {name: [dataclasses.asdict(f) for f in part] for name, part in sections.items()}
+        print(json.dumps({"looptrt": __version__, **as_json}, indent=2))
+        return 0
+    console = _console()
+    console.print(f"looptrt {__version__}")
+    for title, part in (("Installed", findings), ("Backends", backends)):
+        table = Table("", "", title=title, show_header=False)
+        for finding in part:
+            table.add_row(finding.name, finding.found or f"no: {finding.reason}")
+        console.print(table)
+    return 0

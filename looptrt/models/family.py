@@ -1,0 +1,178 @@
+"""What a family of looped models must say of itself.
+
+Owns the family record, the recipes from checkpoint tensors to fused ones and the reading of
+config values; leaves files to `checkpoint` and arithmetic to `blocks`. Invariant: a family
+names every tensor of its checkpoints, with shapes, before any of them is read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from looptrt.errors import CheckpointError
+from looptrt.kv_layout import PlaneLayout
+from looptrt.loop_spec import LoopSpec, NoiseMode
+from looptrt.models import blocks
+from looptrt.models.blocks import LoopedModel
+
+Config = Mapping[str, Any]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class WeightRecipe:
+    """How one stored tensor is made of checkpoint tensors, joined along their first dimension.
+
+    Attributes:
+        sources: checkpoint names, in order.
+        hf_shapes: their shapes, in the same order.
+        shape: shape of the stored tensor.
+    """
+
+    sources: tuple[str, ...]
+    hf_shapes: tuple[Shape, ...]
+    shape: Shape
+
+    @staticmethod
+    def copy(source: str, *shape: int) -> WeightRecipe:
+        """One tensor as it is."""
+        return WeightRecipe((source,), (shape,), shape)
+
+    @staticmethod
+    def concat(sources: Mapping[str, Shape]) -> WeightRecipe:
+        """Matrices with equal columns, stacked by rows."""
+        shapes = tuple(sources.values())
+        rows = sum(shape[0] for shape in shapes)
+        return WeightRecipe(tuple(sources), shapes, (rows, *shapes[0][1:]))
+
+    @staticmethod
+    def reshape(source: str, hf_shape: Shape, shape: Shape) -> WeightRecipe:
+        """One tensor, same elements in the same order, another shape."""
+        return WeightRecipe((source,), (hf_shape,), shape)
+
+
+def fuse(recipe: WeightRecipe, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make a stored tensor of the sources' tensors, of the recipe's shapes and one dtype."""
+    return torch.cat(tuple(parts)).reshape(recipe.shape)
+
+
+class Build(Protocol):
+    """Signature of `blocks.build`."""
+
+    def __call__(
+        self,
+        spec: LoopSpec,
+        layout: PlaneLayout,
+        *,
+        max_positions: int,
+        dtype: torch.dtype,
+        noise_mode: NoiseMode,
+        logits_dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LoopedModel:
+        """Make a model with uninitialised weights."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture.
+
+    Attributes:
+        architecture: the name in a config's `architectures`.
+        parse_config: (config, where) to spec; raises CheckpointError naming `where`, key,
+            expected and found. `tied_head` is the config's word; the files decide.
+        weight_map: {stored name: recipe} of every tensor of the spec's checkpoint; a tied
+            head has none of its own.
+        embedding: checkpoint name of the embedding, of which a tied head is the other user.
+        head: checkpoint name of the head.
+        ignored: fnmatch patterns of checkpoint tensors that may be there and are not read.
+        build: makes the model.
+    """
+
+    architecture: str
+    parse_config: Callable[[Config, str], LoopSpec]
+    weight_map: Callable[[LoopSpec], dict[str, WeightRecipe]]
+    embedding: str
+    head: str
+    ignored: tuple[str, ...] = ()
+    build: Build = blocks.build
+
+
+@dataclass(frozen=True)
+class ConfigReader:
+    """Typed values of a config; null counts as absent, aliases must agree.
+
+    Attributes:
+        config: the parsed file.
+        where: the file's name, for errors.
+    """
+
+    config: Config
+    where: str
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """A positive integer under any of the names."""
+        name, value = self._find(names, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.error(name, "an integer of at least 1", value)
+        return value
+
+    def number(self, *names: str, default: float | None = None, may_be_zero: bool = False) -> float:
+        """A positive (or zero) finite number under any of the names."""
+        name, value = self._find(names, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        in_range = is_number and math.isfinite(value) and value >= 0
+        if not in_range or (value == 0 and not may_be_zero):
+            expected = "a number of at least 0" if may_be_zero else "a positive number"
+            raise self.error(name, expected, value)
+        return float(value)
+
+    def flag(self, *names: str, default: bool | None = None) -> bool:
+        """A boolean under any of the names."""
+        name, value = self._find(names, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "true or false", value)
+        return value
+
+    def mapping(self, name: str) -> Mapping[str, Any]:
+        """A nested object, empty if absent."""
+        value = self.config.get(name)
+        if value is None:
+            return {}
+        if not isinstance(value, Mapping):
+            raise self.error(name, "an object", value)
+        return value
+
+    def expect(self, name: str, *allowed: object) -> None:
+        """Refuse a key whose value, if it has one, is none of those allowed."""
+        value = self.config.get(name)
+        if value is not None and value not in allowed:
+            raise self.error(name, " or ".join(map(repr, allowed)) or "null or no key", value)
+
+    def error(self, name: str, expected: str, found: object) -> CheckpointError:
+        """Say what is wrong with a key."""
+        return CheckpointError(f"{self.where}: {name}: expected {expected}, found {found!r}")
+
+    def spec(self, **fields: Any) -> LoopSpec:  # noqa: ANN401 - LoopSpec's own fields
+        """Make the spec; what it refuses is the file's fault."""
+        try:
+            return LoopSpec(**fields)
+        except CheckpointError as error:
+            raise CheckpointError(f"{self.where}: {error}") from None
+
+    def _find(self, names: tuple[str, ...], default: object) -> tuple[str, Any]:
+        found = {name: self.config[name] for name in names if self.config.get(name) is not None}
+        if not found:
+            if default is None:
+                raise self.error(" or ".join(names), "a value", None)
+            return names[0], default
+        (name, value), *others = found.items()
+        for other, other_value in others:
+            if other_value != value:
+                raise self.error(other, f"{value!r} as in {name}", other_value)
+        return name, value

@@ -1,0 +1,121 @@
+"""The operators of `schema.OPS` as `torch.ops.looptrt.*`, registered on import.
+
+Owns operand checks and result shapes, both read off the schema; leaves arithmetic to
+`reference` on the CPU. Invariant: one registration a process, however often this is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from looptrt.plugins import reference, schema
+from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
+
+_MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_INTEGER_DTYPES = {Kind.INT32: torch.int32, Kind.INT64: torch.int64}
+_SHAPES = {
+    tensor: tuple(map(Dim.parse, tensor.shape))
+    for op in schema.OPS
+    for tensor in (*op.inputs, *op.outputs)
+}
+
+
+def bind(
+    op: OpSchema, operands: tuple[Tensor, ...], attributes: Mapping[str, float]
+) -> dict[str, int]:
+    """Match operands against a schema: dtypes, ranks and sizes.
+
+    Sizes that are symbolic while a graph is traced are taken as they come.
+
+    Returns:
+        Size of every symbol in the schema's input shapes.
+
+    Raises:
+        PluginError: an operand does not fit; names operator, operand, expected and got.
+    """
+    sizes = schema.derived_sizes(attributes)
+    dtypes: dict[Kind, torch.dtype] = {}
+    for tensor, operand in zip(op.inputs, operands, strict=True):
+        _bind_dtype(op, tensor, operand.dtype, dtypes)
+        if operand.dim() != len(tensor.shape):
+            raise operand_error(op.name, tensor.name, _text(tensor), list(operand.shape))
+        for dim, size in zip(_SHAPES[tensor], operand.shape, strict=True):
+            if not _fits(dim, size, sizes):
+                raise operand_error(
+                    op.name, tensor.name, f"{_text(tensor)} with {sizes}", list(operand.shape)
+                )
+    return sizes
+
+
+def _bind_dtype(
+    op: OpSchema, tensor: schema.Tensor, dtype: torch.dtype, dtypes: dict[Kind, torch.dtype]
+) -> None:
+    """Check an operand's dtype; the first of a kind decides for the call."""
+    if tensor.kind in _INTEGER_DTYPES:
+        allowed: tuple[torch.dtype, ...] = (_INTEGER_DTYPES[tensor.kind],)
+    elif tensor.kind in dtypes:
+        allowed = (dtypes[tensor.kind],)
+    elif tensor.kind is Kind.TABLE:
+        allowed = (dtypes[Kind.FLOAT], torch.float32)
+    else:
+        allowed = _MODEL_DTYPES
+    if dtype not in allowed:
+        raise operand_error(op.name, tensor.name, " or ".join(map(str, allowed)), dtype)
+    dtypes[tensor.kind] = dtype
+
+
+def _fits(dim: Dim, size: int, sizes: dict[str, int]) -> bool:
+    """Compare a size with its expression, or learn its symbol from it."""
+    if dim.times and dim.symbol not in sizes:
+        sizes[dim.symbol] = (size - dim.plus) // dim.times
+    expected = dim.times * sizes[dim.symbol] + dim.plus if dim.times else dim.plus
+    is_symbolic = isinstance(size, torch.SymInt) or isinstance(expected, torch.SymInt)
+    return is_symbolic or size == expected
+
+
+def _text(tensor: schema.Tensor) -> str:
+    return f"[{', '.join(tensor.shape)}]"
+
+
+def _checked(op: OpSchema) -> Callable[..., Any]:
+    """CPU kernel: the reference behind operand checks."""
+    function = getattr(reference, op.name)
+
+    def run(*operands: Tensor, **attributes: float) -> Any:  # noqa: ANN401 - one or two tensors
+        bind(op, operands, attributes)
+        return function(*operands, **attributes)
+
+    return run
+
+
+def _fake(op: OpSchema) -> Callable[..., Any]:
+    """Results without values, for tracing: every result has the model dtype."""
+    like = next(i for i, tensor in enumerate(op.inputs) if tensor.kind is Kind.FLOAT)
+
+    def run(*operands: Tensor, **attributes: float) -> Any:  # noqa: ANN401 - one or two tensors
+        sizes = bind(op, operands, attributes)
+        results = tuple(
+            operands[like].new_empty([sizes[dim.symbol] for dim in _SHAPES[tensor]])
+            for tensor in op.outputs
+        )
+        return results if len(results) > 1 else results[0]
+
+    return run
+
+
+def _register() -> torch.library.Library:
+    library: Any = torch.library.Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]
+    for op in schema.OPS:
+        library.define(schema.torch_schema(op))
+        library.impl(op.name, _checked(op), "CPU")
+        torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake(op), lib=library)
+    return cast("torch.library.Library", library)
+
+
+# A second execution of this module (a reload) finds the operators and leaves them alone.
+if not hasattr(torch.ops.looptrt, schema.OPS[0].name):
+    LIBRARY = _register()

@@ -1,0 +1,319 @@
+"""The engine's logits and tokens against a dense float32 recompute."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from looptrt.builder.build import BuildConfig, build
+from looptrt.loop_spec import NoiseMode
+from looptrt.runtime.request import SamplerParams
+from tests.support.checkpoints import tiny_huginn, tiny_ouro
+from tests.support.engines import Harness, assert_equals_oracle
+from tests.support.oracle import DenseOracle
+
+Build = Callable[..., tuple[Path, DenseOracle]]
+MAKERS = {
+    "ouro": tiny_ouro,
+    "ouro_gqa": lambda path: tiny_ouro(path, num_key_value_heads=2),
+    "huginn": tiny_huginn,
+}
+VOCAB = 256
+
+
+@pytest.fixture(scope="session")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """Builds each (model, flags) once; returns the engine directory and the oracle."""
+    root = tmp_path_factory.mktemp("engines")
+    oracles: dict[str, DenseOracle] = {}
+    built: dict[str, Path] = {}
+
+    def get(model: str, **flags: Any) -> tuple[Path, DenseOracle]:
+        checkpoint = root / model
+        if model not in oracles:
+            MAKERS[model](checkpoint)
+            oracles[model] = DenseOracle.from_checkpoint(checkpoint)
+        flags = {"tokens_per_block": 8, "max_batch_size": 8, "max_num_tokens": 512, **flags}
+        name = f"{model}-" + "-".join(f"{key}={value}" for key, value in sorted(flags.items()))
+        if name not in built:
+            build(BuildConfig(checkpoint_dir=checkpoint, output_dir=root / name, **flags))
+            built[name] = root / name
+        return built[name], oracles[model]
+
+    return get
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    return [random.Random(f"{seed}/{i}").randrange(VOCAB) for i in range(length)]
+
+
+def assert_all(oracle: DenseOracle, harness: Harness) -> None:
+    for request_id in harness.answers:
+        assert_equals_oracle(oracle, harness, request_id)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 32])
+@pytest.mark.parametrize("model", MAKERS)
+def test_mixed_batch_equals_oracle(engine_of: Build, model: str, page_size: int) -> None:
+    """Cases A2, B1, B3: unequal lengths and depth pairs in one batch."""
+    engine_dir, oracle = engine_of(model, tokens_per_block=page_size)
+    harness = Harness(engine_dir, enable_prefix_cache=False)
+    harness.poison()
+    loops = harness.core.manifest.spec.num_loops
+    depths = [(loops, loops), (loops, 1), (loops, 2), (2, 1), (1, 1), (loops, loops)]
+    for seed, (length, (deep, shallow)) in enumerate(
+        zip([4, 7, 1, 15, 16, 33], depths, strict=True)
+    ):
+        harness.add(prompt_of(length, seed), 8, loops=deep, prefill_loops=shallow)
+    harness.drain()
+    assert_all(oracle, harness)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 8, 13])
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_chunked_prefill_equals_oracle(engine_of: Build, model: str, chunk: int) -> None:
+    engine_dir, oracle = engine_of(model)
+    harness = Harness(engine_dir, max_num_tokens=chunk, max_batch_size=1)
+    harness.add(prompt_of(21), 4, prefill_loops=2)
+    harness.add(prompt_of(21, 1), 4)
+    harness.drain()
+    assert max(end - start for start, end in harness.answers[0].chunks) == min(chunk, 21)
+    assert_all(oracle, harness)
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 32])
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_hit_equals_miss_and_leaves_shared_pages_alone(
+    engine_of: Build, model: str, length: int
+) -> None:
+    """Case C2: the whole prompt is cached; at least one token is computed again."""
+    engine_dir, oracle = engine_of(model)
+    for fields in ({}, {"prefill_loops": 2}):
+        harness = Harness(engine_dir)
+        for max_new_tokens in (8, 8, 1):
+            shared = [page.units for page in harness.core.scheduler.kv.pool.cache.pages()]
+            before = unit_bits(harness, shared)
+            harness.add(prompt_of(length), max_new_tokens, **fields)
+            harness.drain()
+            assert torch.equal(before, unit_bits(harness, shared))
+        first, second, third = harness.answers.values()
+        cached = (length - 1) // 8 * 8
+        assert [answer.finished.num_cached_tokens for answer in (first, second, third)] == [
+            0,
+            cached,
+            cached,
+        ]
+        assert second.token_ids == first.token_ids
+        assert third.token_ids == first.token_ids[:1]
+        assert_all(oracle, harness)
+
+
+def unit_bits(harness: Harness, owned: list[tuple[int, ...]]) -> torch.Tensor:
+    units = harness.core.executor.pool.view(-1, harness.core.manifest.layout.unit_bytes)
+    return units[[unit for page in owned for unit in page]].clone()
+
+
+def test_grid_makes_a_hit_bitwise_equal_to_a_miss(engine_of: Build) -> None:
+    engine_dir, oracle = engine_of("huginn")
+    harness = Harness(engine_dir, prefix_grid=16)
+    for _ in range(2):
+        harness.add(prompt_of(45), 6)
+        harness.drain()
+    miss, hit = harness.answers.values()
+    assert hit.finished is not None and hit.finished.num_cached_tokens == 32
+    for a, b in zip(miss.logits, hit.logits, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    assert_all(oracle, harness)
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_preempted_requests_equal_oracle(engine_of: Build, model: str) -> None:
+    """Case C4: a pool for one and a half requests; recomputation follows recorded depths."""
+    engine_dir, oracle = engine_of(model)
+    loops = 4
+    layout_units = 9 * (loops + (model == "huginn"))
+    unit_bytes = Harness(engine_dir).core.manifest.layout.unit_bytes
+    harness = Harness(engine_dir, kv_cache_bytes=(layout_units + 1) * unit_bytes)
+    for seed, shallow in enumerate([1, 4, 2]):
+        harness.add(prompt_of(20, seed), 30, prefill_loops=shallow)
+    harness.drain()
+    assert sum(answer.finished.num_preemptions for answer in harness.answers.values()) > 0
+    assert all(len(answer.token_ids) == 30 for answer in harness.answers.values())
+    assert_all(oracle, harness)
+
+
+@pytest.mark.parametrize("strategy", ["shared", "ring2", "ring3", "ring4"])
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_ring_strategies_equal_the_replaying_oracle(
+    engine_of: Build, model: str, strategy: str, chunk: int
+) -> None:
+    """Case B3: overwritten planes, held against an oracle that replays the chunks."""
+    core_layers = {"ouro": 3, "huginn": 4}[model]
+    name = strategy.replace("ring", "compress-s")
+    if name != "shared":
+        name = f"compress-s{int(name[-1]) * core_layers}"
+    engine_dir, oracle = engine_of(model, kv_planes=name)
+    harness = Harness(engine_dir, max_num_tokens=chunk, max_batch_size=3)
+    harness.poison()
+    for seed, shallow in enumerate([1, 2, 4]):
+        harness.add(prompt_of(13 + seed, seed), 5, prefill_loops=shallow)
+    harness.drain()
+    assert all(answer.finished.num_cached_tokens == 0 for answer in harness.answers.values())
+    assert_all(oracle, harness)
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_strategies_differ_from_latest_where_the_reference_says_so(
+    engine_of: Build, model: str
+) -> None:
+    """Case B3: compressed stores drift from the first decoded token on."""
+    answers = []
+    for planes in ("latest", "shared"):
+        engine_dir, _ = engine_of(model, kv_planes=planes)
+        harness = Harness(engine_dir)
+        harness.add(prompt_of(5), 4)
+        harness.drain()
+        answers.append(torch.stack(harness.answers[0].logits))
+    assert torch.allclose(answers[0][0], answers[1][0], rtol=1e-4, atol=1e-4)
+    assert (answers[0][1] - answers[1][1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_neighbours(engine_of: Build, model: str) -> None:
+    """Case C14: (1) equal shapes give equal bits; (2) other batch sizes stay within a bound."""
+    engine_dir, oracle = engine_of(model)
+
+    def run(others: list[int], seed: int) -> list[torch.Tensor]:
+        harness = Harness(engine_dir, enable_prefix_cache=False)
+        harness.add(prompt_of(19), 6)
+        for index, length in enumerate(others):
+            harness.add(prompt_of(length, seed + index), 6)
+        harness.drain()
+        assert_equals_oracle(oracle, harness, 0)
+        return harness.answers[0].logits
+
+    first, second = run([19, 7, 30], seed=1), run([19, 7, 30], seed=50)
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+    run([], seed=1)
+    run([12] * 7, seed=1)
+
+
+def test_noise_follows_seed_and_position_only(engine_of: Build) -> None:
+    """Case B2: repeats, batches, chunks, preemption and hits agree; another seed differs."""
+    engine_dir, oracle = engine_of("huginn")
+    prompt = prompt_of(37)
+
+    def tokens(
+        noise_seed: int = 7, neighbours: int = 0, repeat: int = 1, **config: Any
+    ) -> list[int]:
+        harness = Harness(engine_dir, **config)
+        for _ in range(repeat):
+            request_id = harness.add(prompt, 16, noise_seed=noise_seed)
+            for seed in range(neighbours):
+                harness.add(prompt_of(20 + seed, seed), 16, noise_seed=seed)
+            harness.drain()
+        assert_equals_oracle(oracle, harness, request_id)
+        return harness.answers[request_id].token_ids
+
+    expected = tokens()
+    assert tokens() == expected
+    assert tokens(neighbours=4) == expected
+    for chunk in (8, 16, 37):
+        assert tokens(max_num_tokens=chunk, max_batch_size=2) == expected
+    assert tokens(repeat=2) == expected
+    unit_bytes = Harness(engine_dir).core.manifest.layout.unit_bytes
+    assert tokens(neighbours=2, kv_cache_bytes=46 * unit_bytes) == expected
+    assert tokens(noise_seed=8) != expected
+
+
+def test_zero_scale_starts_from_zero(tmp_path: Path) -> None:
+    """Case B2: init_scale 0 gives a state of exactly 0."""
+    checkpoint = tiny_huginn(tmp_path / "c", init_scale=0)
+    build(BuildConfig(checkpoint_dir=checkpoint, output_dir=tmp_path / "e"))
+    harness = Harness(tmp_path / "e")
+    assert harness.core.manifest.spec.state_std == 0
+    harness.add(prompt_of(12), 6, noise_seed=3)
+    harness.drain()
+    assert_equals_oracle(DenseOracle.from_checkpoint(checkpoint), harness, 0)
+
+
+def test_sequential_noise_draws_as_the_reference_does(engine_of: Build) -> None:
+    """One generator a request: a normal sample, then the cut one, scaled; chunk by chunk."""
+    engine_dir, oracle = engine_of("huginn", noise=NoiseMode.SEQUENTIAL)
+    harness = Harness(engine_dir, max_num_tokens=16, max_batch_size=2)
+    for noise_seed in (5, 6):
+        harness.add(prompt_of(20, noise_seed), 4, noise_seed=noise_seed)
+    harness.drain()
+    spec = harness.core.manifest.spec
+    for request_id, noise_seed in enumerate((5, 6)):
+        answer = harness.answers[request_id]
+        assert answer.finished is not None and answer.finished.num_cached_tokens == 0
+        torch.manual_seed(noise_seed)
+        states = []
+        for start, end in answer.chunks:
+            state = torch.randn(end - start, spec.hidden_size)
+            torch.nn.init.trunc_normal_(
+                state, std=spec.state_std, a=-3 * spec.state_std, b=3 * spec.state_std
+            )
+            states.append(state * spec.state_scale)
+        token_ids = [*answer.request.prompt.tolist(), *answer.token_ids[:-1]]
+        depths = [4] * len(token_ids)
+        expected = oracle.logits(token_ids, depths, torch.cat(states))[19:]
+        torch.testing.assert_close(torch.stack(answer.logits), expected, rtol=2e-4, atol=2e-4)
+
+
+def test_a_shorter_loop_count_equals_a_model_of_that_depth(engine_of: Build) -> None:
+    """Case A6: T = 2 and 3 equal the model run that deep, and use only those planes."""
+    engine_dir, oracle = engine_of("ouro")
+    for loops in (1, 2, 3):
+        harness = Harness(engine_dir)
+        harness.add(prompt_of(9), 6, loops=loops)
+        harness.drain()
+        assert_equals_oracle(oracle, harness, 0)
+        finished = harness.answers[0].finished
+        layout = harness.core.manifest.layout
+        assert finished is not None
+        assert finished.kv_bytes == 2 * loops * layout.unit_bytes
+
+
+def test_poisoned_memory_never_leaks_in(engine_of: Build) -> None:
+    """Case C13's CPU half: NaN in free units and the null unit changes no bit."""
+    engine_dir, _ = engine_of("huginn")
+    results = []
+    for poisoned in (False, True):
+        harness = Harness(engine_dir)
+        for seed in range(3):
+            if poisoned:
+                harness.poison()
+            harness.add(prompt_of(11 + seed, seed), 5, prefill_loops=2)
+            harness.drain()
+        results.append([torch.stack(answer.logits) for answer in harness.answers.values()])
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_seeded_sampling_ignores_neighbours(engine_of: Build) -> None:
+    """Case C8: the draw depends on (seed, position) alone."""
+    engine_dir, _ = engine_of("ouro")
+    answers = set()
+    others = set()
+    for run in range(6):
+        harness = Harness(engine_dir, enable_prefix_cache=False)
+        neighbour = SamplerParams(temperature=0.9, seed=run) if run % 2 else SamplerParams()
+        params = [SamplerParams(temperature=0.8, seed=42), neighbour]
+        order = [0, 1] if run < 3 else [1, 0]
+        for index in order:
+            harness.add(prompt_of(9, index), 10, sampler=params[index])
+        harness.drain()
+        ids = {index: request_id for request_id, index in enumerate(order)}
+        answers.add(tuple(harness.answers[ids[0]].token_ids))
+        others.add(tuple(harness.answers[ids[1]].token_ids))
+    assert len(answers) == 1
+    assert len(others) > 1

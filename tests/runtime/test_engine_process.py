@@ -1,0 +1,546 @@
+"""The engine in a process or on a thread: messages, ends, deadlines, and nothing left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from looptrt.builder.build import BuildConfig, build
+from looptrt.errors import (
+    EngineError,
+    InvariantError,
+    LooptrtError,
+    ManifestError,
+    QueueFullError,
+    RequestError,
+    TransferError,
+)
+from looptrt.runtime import protocol
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.engine_client import EngineClient, InProcessClient, ProcessClient, Update
+from looptrt.runtime.engine_process import serve
+from looptrt.runtime.outputs import FinishedRequest, StepOutput
+from looptrt.runtime.protocol import (
+    AbortRequest,
+    AddRequest,
+    Connection,
+    EngineFailed,
+    GetStats,
+    Message,
+    Ready,
+    RequestRefused,
+    Shutdown,
+    Stats,
+    decode,
+    encode,
+)
+from looptrt.runtime.request import FinishReason, Request, SamplerParams
+from tests.support.scripted import (
+    DEADLINE_S,
+    ScriptedCore,
+    client_of,
+    forever,
+    is_running,
+    manifest,
+    open_descriptors,
+    step_until,
+    wait_until,
+)
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def request(request_id: int = 0, max_new_tokens: int = 8, **fields: object) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt=np.array([1, 17, 40], np.int32),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=(),
+        loops=4,
+        prefill_loops=4,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+class Listener(queue.SimpleQueue[Update]):
+    """Takes a request's updates."""
+
+    def next(self) -> Update:
+        return self.get(timeout=DEADLINE_S)
+
+    def tokens(self) -> list[int]:
+        """All tokens up to the end."""
+        tokens: list[int] = []
+        while True:
+            update = self.next()
+            if update.error is not None:
+                raise update.error
+            tokens += update.token_ids
+            if update.finished is not None:
+                return tokens
+
+
+# ---- messages
+
+
+FINISHED = FinishedRequest(7, FinishReason.STOP, 2, 16, 4096, 1, 0.5, 1.5, None, 2.5)
+MESSAGES: list[Message] = [
+    AbortRequest(2**40),
+    GetStats(3),
+    Shutdown(),
+    Ready({"a": {"b": [1, "ü", None]}}),
+    Stats(3, {"num_waiting": 1, "rate": 0.5}),
+    StepOutput(),
+    StepOutput([7, 8], [1, 2], [4, 3], [FINISHED]),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_message_survives_the_wire(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_request_survives_the_wire() -> None:
+    sent = Request(
+        request_id=2**40,
+        prompt=np.arange(70_000, dtype=np.int32),
+        max_new_tokens=9,
+        stop_token_ids=(2, 5),
+        loops=4,
+        prefill_loops=2,
+        noise_seed=2**63 - 1,
+        cache_salt=b"\x00salt",
+        priority=-3,
+        sampler=SamplerParams(0.8, 5, 0.9, 0.1, 2**63 - 1),
+    )
+    got = decode(encode(AddRequest(sent)))
+    assert isinstance(got, AddRequest)
+    for name in ("prompt", "token_ids", "depths"):
+        assert np.array_equal(getattr(got.request, name), getattr(sent, name))
+        assert getattr(got.request, name).dtype == getattr(sent, name).dtype
+    for name in Request.__dataclass_fields__.keys() - {"prompt", "token_ids", "depths"}:
+        assert getattr(got.request, name) == getattr(sent, name), name
+    got.request.prompt[0] = 1  # the engine owns its copy
+
+
+@pytest.mark.parametrize("kind", [RequestError, QueueFullError, EngineError, ManifestError])
+def test_error_keeps_its_type(kind: type[LooptrtError]) -> None:
+    for message in (RequestRefused(3, kind("why")), EngineFailed(kind("why"))):
+        got = decode(encode(message))
+        assert isinstance(got, RequestRefused | EngineFailed)
+        assert type(got.error) is kind
+        assert str(got.error) == "why"
+
+
+def test_error_that_cannot_be_rebuilt_is_an_engine_error_that_names_it() -> None:
+    got = decode(encode(EngineFailed(TransferError("lost", retryable=True))))
+    assert isinstance(got, EngineFailed)
+    assert type(got.error) is EngineError
+    assert str(got.error) == "TransferError: lost"
+
+
+@given(st.binary(max_size=40))
+def test_garbage_is_an_engine_error_or_a_message(data: bytes) -> None:
+    with contextlib.suppress(EngineError):
+        decode(data)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [5, [], ["Unknown"], [[]], ["AbortRequest"], ["AddRequest", 1, 2], ["EngineFailed", 5, 6]],
+)
+def test_message_of_another_protocol_is_malformed(content: object) -> None:
+    with pytest.raises(EngineError, match="malformed message"):
+        decode(msgpack.packb(content))
+
+
+def test_message_too_large_for_a_frame_is_refused_before_it_is_sent() -> None:
+    huge = request()
+    huge.stop_token_ids = tuple(range(2**16, 2**22))
+    with pytest.raises(RequestError, match="bytes are more than"):
+        encode(AddRequest(huge))
+
+
+def connected() -> tuple[Connection, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Connection(ours), theirs
+
+
+def test_frame_longer_than_allowed_is_an_error_and_not_an_allocation() -> None:
+    connection, peer = connected()
+    peer.sendall(struct.pack("<I", 2**32 - 1))
+    with pytest.raises(EngineError, match="message of 4294967295 bytes"):
+        connection.receive()
+    connection.close()
+    peer.close()
+
+
+def test_peer_that_closes_inside_a_frame_is_gone() -> None:
+    connection, peer = connected()
+    peer.sendall(struct.pack("<I", 100) + b"half")
+    peer.close()
+    assert connection.receive() is None
+    with pytest.raises(EngineError, match="peer"):
+        connection.send(GetStats(0))
+    connection.close()
+
+
+def test_frame_that_comes_byte_by_byte_is_whole() -> None:
+    connection, peer = connected()
+    data = encode(GetStats(5))
+    frame = struct.pack("<I", len(data)) + data
+    sender = threading.Thread(target=lambda: [peer.sendall(bytes([byte])) for byte in frame])
+    sender.start()
+    assert connection.wait(DEADLINE_S)
+    assert connection.receive() == GetStats(5)
+    sender.join()
+    connection.close()
+    peer.close()
+
+
+# ---- the loop, on a thread
+
+
+def test_engine_ends_when_its_client_closes() -> None:
+    connection, peer = connected()
+    core = ScriptedCore(forever)
+    engine = threading.Thread(target=serve, args=(lambda: core, connection))
+    engine.start()
+    ours = Connection(peer)
+    assert isinstance(ours.receive(), Ready)
+    ours.send(AddRequest(request(max_new_tokens=60)))
+    assert isinstance(ours.receive(), StepOutput)
+    ours.close()
+    engine.join(DEADLINE_S)
+    assert not engine.is_alive()
+    assert core.is_closed
+
+
+def test_message_that_no_client_sends_is_a_fatal_error() -> None:
+    connection, peer = connected()
+    engine = threading.Thread(target=serve, args=(lambda: ScriptedCore(forever), connection))
+    engine.start()
+    ours = Connection(peer)
+    assert isinstance(ours.receive(), Ready)
+    ours.send(Ready({}))
+    failed = ours.receive()
+    assert isinstance(failed, EngineFailed)
+    assert "unexpected message" in str(failed.error)
+    engine.join(DEADLINE_S)
+    assert not engine.is_alive()
+    ours.close()
+
+
+def test_tokens_and_end_reach_the_listener(tmp_path: Path) -> None:
+    client, listener = client_of(ScriptedCore(forever), tmp_path), Listener()
+    client.submit(request(max_new_tokens=3), listener.put)
+    assert listener.tokens() == [5, 5, 5]
+    client.close()
+
+
+def test_refused_request_keeps_the_error_type(tmp_path: Path) -> None:
+    client, listener = client_of(ScriptedCore(forever, max_waiting=0), tmp_path), Listener()
+    client.submit(request(0), listener.put)
+    assert type(listener.next().error) is QueueFullError
+    client.close()
+    client = client_of(ScriptedCore(forever), tmp_path)
+    client.submit(request(0, cache_salt=b"never fits"), listener.put)
+    assert type(listener.next().error) is RequestError
+    client.close()
+
+
+def test_failure_of_a_step_reaches_every_request_and_later_callers(tmp_path: Path) -> None:
+    core = ScriptedCore(forever, fail_at_step=3)
+    client, listeners = client_of(core, tmp_path), [Listener() for _ in range(6)]
+    for index, listener in enumerate(listeners):
+        client.submit(request(index), listener.put)
+    for listener in listeners:
+        with pytest.raises(EngineError, match="ZeroDivisionError: scripted"):
+            listener.tokens()
+    for call in (client.stats, lambda: client.submit(request(9), Listener().put)):
+        with pytest.raises(EngineError, match="ZeroDivisionError: scripted"):
+            call()
+    client.close()
+    assert core.is_closed
+
+
+def test_broken_invariant_keeps_its_type(tmp_path: Path) -> None:
+    def broken(_: Request) -> list[int]:
+        raise InvariantError("a unit is owned twice")
+
+    client, listener = client_of(ScriptedCore(broken), tmp_path), Listener()
+    client.submit(request(), listener.put)
+    with pytest.raises(InvariantError, match="owned twice"):
+        listener.tokens()
+    client.close()
+
+
+def test_engine_that_hangs_in_a_step_is_given_up_at_the_deadline(tmp_path: Path) -> None:
+    turns = threading.Semaphore(0)
+    core = ScriptedCore(forever, turns=turns)
+    client, listener = client_of(core, tmp_path, step_timeout_s=0.2), Listener()
+    client.submit(request(), listener.put)
+    with pytest.raises(EngineError, match=r"step_timeout_s 0\.2"):
+        listener.tokens()
+    turns.release(100)
+    client.close()
+
+
+def test_idle_engine_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
+    client, listener = client_of(ScriptedCore(forever), tmp_path, step_timeout_s=0.05), Listener()
+    for _ in range(3):
+        threading.Event().wait(0.1)
+        assert client.stats() == {"num_waiting": 0, "num_running": 0}
+    client.submit(request(max_new_tokens=1), listener.put)
+    assert listener.tokens() == [5]
+    client.close()
+
+
+def test_error_of_the_start_keeps_its_type(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match=r"config\.json: no such file"):
+        InProcessClient(tmp_path, EngineConfig())
+
+
+def test_engine_that_does_not_start_in_time_is_an_error(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    def slow(*_: object) -> ScriptedCore:
+        assert release.wait(DEADLINE_S)
+        return ScriptedCore(forever)
+
+    timer = threading.Timer(0.3, release.set)
+    timer.start()
+    with pytest.raises(EngineError, match=r"did not start within start_timeout_s 0\.1"):
+        InProcessClient(tmp_path, EngineConfig(start_timeout_s=0.1), slow)
+    timer.join()
+
+
+def test_requests_that_run_at_the_end_get_an_error(tmp_path: Path) -> None:
+    core = ScriptedCore(forever, turns=threading.Semaphore(1))
+    client, listener = client_of(core, tmp_path), Listener()
+    client.submit(request(max_new_tokens=10_000), listener.put)
+    assert listener.next().token_ids == [5]
+    closing = threading.Thread(target=client.close)
+    closing.start()
+    step_until(core, lambda: not closing.is_alive())
+    with pytest.raises(EngineError, match="was shut down"):
+        listener.tokens()
+    with pytest.raises(EngineError, match="was shut down"):
+        client.submit(request(1), listener.put)
+    client.close()
+
+
+def test_no_thread_and_no_descriptor_is_left(tmp_path: Path) -> None:
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    for _ in range(5):
+        client = client_of(ScriptedCore(forever), tmp_path)
+        client.close()
+        with pytest.raises(ManifestError):
+            InProcessClient(tmp_path, EngineConfig())
+    assert set(threading.enumerate()) == threads
+    assert open_descriptors() == descriptors
+
+
+def test_config_survives_the_command_line() -> None:
+    config = EngineConfig(max_waiting=3, prefix_depth="at_least", device="cuda:1")
+    assert EngineConfig(**config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kv_cache_bytes", 0),
+        ("max_batch_size", True),
+        ("max_num_tokens", "8"),
+        ("max_seq_len", -1),
+        ("max_waiting", None),
+        ("prefix_grid", 0),
+        ("prefix_depth", "deep"),
+        ("enable_prefix_cache", 1),
+        ("noise_seed", -1),
+        ("device", "tpu"),
+        ("num_threads", 0),
+        ("start_timeout_s", float("nan")),
+        ("step_timeout_s", 0),
+    ],
+)
+def test_bad_setting_is_named(field: str, value: object) -> None:
+    with pytest.raises(EngineError, match=f"{field}: expected"):
+        EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_limit_can_be_lowered_and_not_raised() -> None:
+    limits = EngineConfig(max_seq_len=10, max_batch_size=2).limits(manifest())
+    assert (limits.max_seq_len, limits.max_input_len, limits.max_batch_size) == (10, 10, 2)
+    with pytest.raises(EngineError, match="max_seq_len: expected at most 64"):
+        EngineConfig(max_seq_len=65).limits(manifest())
+
+
+# ---- the engine's own process
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("process") / "ouro"
+    build(
+        BuildConfig(
+            checkpoint_dir=EXAMPLES / "tiny-ouro",
+            output_dir=directory,
+            max_batch_size=4,
+            max_input_len=64,
+            max_seq_len=64,
+            max_num_tokens=64,
+        )
+    )
+    return directory
+
+
+CONFIG = EngineConfig(num_threads=1)
+
+
+@pytest.fixture(scope="module")
+def shared(engine_dir: Path) -> Iterator[ProcessClient]:
+    client = ProcessClient(engine_dir, CONFIG)
+    yield client
+    client.close()
+    assert not is_running(client.pid)
+
+
+@pytest.fixture
+def own(engine_dir: Path) -> Iterator[ProcessClient]:
+    client = ProcessClient(engine_dir, CONFIG)
+    yield client
+    client.close()
+    assert not is_running(client.pid)
+
+
+def answer(client: EngineClient, request_id: int) -> list[int]:
+    listener = Listener()
+    client.submit(request(request_id), listener.put)
+    return listener.tokens()
+
+
+def test_process_and_thread_give_the_same_tokens(engine_dir: Path, shared: ProcessClient) -> None:
+    thread = InProcessClient(engine_dir, CONFIG)
+    assert answer(shared, 0) == answer(thread, 0)
+    assert shared.stats().keys() == thread.stats().keys()
+    assert shared.manifest == thread.manifest
+    thread.close()
+
+
+def test_interrupt_from_the_terminal_leaves_the_engine_alone(shared: ProcessClient) -> None:
+    os.kill(shared.pid, signal.SIGINT)
+    assert len(answer(shared, 1)) == 8
+
+
+def test_request_refused_by_the_process_keeps_its_type(shared: ProcessClient) -> None:
+    listener = Listener()
+    bad = request(2)
+    bad.loops = 99
+    shared.submit(bad, listener.put)
+    assert type(listener.next().error) is RequestError
+    assert len(answer(shared, 3)) == 8
+
+
+def test_killed_engine_is_named_to_every_request(own: ProcessClient) -> None:
+    listeners = [Listener() for _ in range(6)]
+    for index, listener in enumerate(listeners):
+        own.submit(request(index, max_new_tokens=60), listener.put)
+    assert listeners[0].next().token_ids
+    os.kill(own.pid, signal.SIGKILL)
+    for listener in listeners:
+        with pytest.raises(EngineError, match="the engine process was killed by SIGKILL"):
+            listener.tokens()
+    with pytest.raises(EngineError, match="SIGKILL"):
+        own.stats()
+
+
+def test_last_words_of_a_crashed_engine_are_kept(own: ProcessClient) -> None:
+    listener = Listener()
+    own.submit(request(max_new_tokens=60), listener.put)
+    os.kill(own.pid, signal.SIGSEGV)
+    with pytest.raises(EngineError, match=r"SIGSEGV; its last lines: .*engine_process"):
+        listener.tokens()
+
+
+def test_engine_that_ignores_every_polite_request_is_killed(
+    own: ProcessClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("looptrt.runtime.engine_client._STOP_TIMEOUT_S", 0.2)
+    os.kill(own.pid, signal.SIGSTOP)
+    own.close()
+    assert not is_running(own.pid)
+
+
+def test_engine_ends_when_its_parent_is_killed(engine_dir: Path) -> None:
+    program = (
+        "import sys, threading; from pathlib import Path\n"
+        "from looptrt.runtime.config import EngineConfig\n"
+        "from looptrt.runtime.engine_client import ProcessClient\n"
+        "client = ProcessClient(Path(sys.argv[1]), EngineConfig(num_threads=1))\n"
+        "print(client.pid, flush=True); threading.Event().wait()\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-P", "-c", program, str(engine_dir)], stdout=subprocess.PIPE, text=True
+    )
+    with parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_running(pid)
+        parent.kill()
+    wait_until(lambda: not is_running(pid), "the engine's end")
+
+
+def test_damaged_directory_is_the_error_of_the_start(engine_dir: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(engine_dir, broken)
+    weights = broken / "rank0.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    children = child_processes()
+    with pytest.raises(ManifestError, match=r"rank0\.safetensors: expected \d+ bytes"):
+        ProcessClient(broken, CONFIG)
+    assert child_processes() == children
+
+
+def test_start_that_takes_too_long_leaves_no_process(engine_dir: Path) -> None:
+    children = child_processes()
+    with pytest.raises(EngineError, match="did not start within"):
+        ProcessClient(engine_dir, EngineConfig(start_timeout_s=0.01))
+    assert child_processes() == children
+
+
+def test_process_leaves_no_thread_and_no_descriptor(engine_dir: Path) -> None:
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    client = ProcessClient(engine_dir, CONFIG)
+    assert len(answer(client, 0)) == 8
+    client.close()
+    assert not is_running(client.pid)
+    assert set(threading.enumerate()) == threads
+    assert open_descriptors() == descriptors
+
+
+def child_processes() -> set[str]:
+    task = Path(f"/proc/self/task/{os.getpid()}/children")
+    return set(task.read_text().split())
+
+
+def test_frame_limit_holds_the_largest_prompt() -> None:
+    longest = request()
+    longest.prompt = np.zeros(2**20, np.int32)
+    assert len(encode(AddRequest(longest))) < protocol.MAX_FRAME_BYTES
