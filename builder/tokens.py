@@ -25,7 +25,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 # Published configs name too few ids: an Ouro chat turn ends in <|im_end|>, yet its config
-# says that 0 is begin, end and pad (docs: case A1).
+# says that 0 is begin, end and pad (case A1).
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|end_text|>", "<|end_turn|>")
 
 _logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from looptrt.models.family import WeightRecipe, fuse
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _STORED_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16"}
-_ALIGNMENT = 256  # of every tensor whose size allows it; safetensors has no padding
+_ALIGNMENT = 256  # safetensors has no padding, so the order of the tensors aligns them
 _HEADER_ALIGNMENT = 4096
 
 _logger = logging.getLogger(__name__)
@@ -59,10 +59,14 @@ class WeightsLayout:
 
     @staticmethod
     def of(model: nn.Module) -> WeightsLayout:
-        """Lay out a model's tensors by name, those of unaligned size last."""
+        """Lay out a model's tensors.
+
+        Each begins at a multiple of the largest power of two in its size, up to 256: sizes
+        with larger powers come first, then names decide.
+        """
         state = model.state_dict()
         tensors = {name: state[name] for name in set(stored_names(model).values())}
-        order = sorted(tensors, key=lambda name: (tensors[name].nbytes % _ALIGNMENT != 0, name))
+        order = sorted(tensors, key=lambda name: (-_alignment(tensors[name].nbytes), name))
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         offset = 0
         for name in order:
@@ -96,6 +100,10 @@ class _Cast:
     from_dtype: torch.dtype
     to_dtype: torch.dtype
     error: float
+
+
+def _alignment(num_bytes: int) -> int:
+    return min(num_bytes & -num_bytes, _ALIGNMENT)
 
 
 def write_weights(

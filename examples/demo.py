@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from looptrt import LLM, SamplingParams
@@ -25,7 +24,7 @@ OUT = ROOT.parent / "out"
 BIN = Path(sys.executable).parent
 HELDOUT = ROOT / "data" / "heldout_eval.jsonl"
 
-console = Console(highlight=False, width=110)
+console = Console(highlight=False, width=120)
 
 
 @dataclass(frozen=True)
@@ -57,18 +56,23 @@ def samples() -> list[dict[str, str]]:
     return [next(row for row in rows if row["hops"] == hops) for hops in (1, 2, 3, 4)]
 
 
-def run(command: list[str], *, echo: bool) -> str:
+def run(command: list[str]) -> str:
     """Run a command of the package, show its output as it comes, and return it."""
     console.print("[bold]$ " + " ".join(command))
     output = ""
-    with subprocess.Popen([BIN / command[0], *command[1:]], stdout=subprocess.PIPE, text=True) as p:
-        assert p.stdout is not None
-        while piece := p.stdout.read(1):
+    process = subprocess.Popen(
+        [BIN / command[0], *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        while piece := process.stdout.read(1):
             output += piece
-            if echo:
-                console.out(piece, end="", highlight=False)
-    if p.returncode:
-        raise SystemExit(f"{command[0]} ended with exit code {p.returncode}")
+            console.out(piece, end="", highlight=False)
+    if process.returncode:
+        raise SystemExit(f"{command[0]} ended with exit code {process.returncode}")
     return output
 
 
@@ -83,17 +87,21 @@ def build(model: Model) -> Path:
             "--max_batch_size=8",
             "--tokens_per_block=8",
             "--log_level=warning",
-        ],
-        echo=True,
+        ]
     )
     return engine_dir
 
 
-def ask_streaming(engine_dir: Path, prompt: str, loops: int, prefill_loops: int) -> str:
-    """The answer of `looptrt generate`, printed token by token."""
-    command = ["looptrt", "generate", str(engine_dir), "--prompt", prompt, "--stream"]
-    depth = ["--loops", str(loops), "--prefill-loops", str(prefill_loops), "--max-tokens", "8"]
-    return run([*command, *depth], echo=True).strip()
+def ask_streaming(
+    engine_dir: Path, prompts: list[str], loops: int, prefill_loops: int
+) -> list[str]:
+    """The answers of `looptrt generate`, shown token by token."""
+    command = ["looptrt", "generate", str(engine_dir), "--stream", "--max-tokens", "8"]
+    command += ["--loops", str(loops), "--prefill-loops", str(prefill_loops)]
+    for prompt in prompts:
+        command += ["--prompt", prompt]
+    lines = run(command).splitlines()
+    return [line for line in lines if not line.startswith("[")]  # figures: [1/4] depth ...
 
 
 def show(model: Model) -> bool:
@@ -102,32 +110,29 @@ def show(model: Model) -> bool:
     engine_dir = build(model)
     console.print(f"\n{model.lesson}\n")
     rows = samples()
+    prompts = [row["prompt"] for row in rows]
     agree = True
-    table = Table(
-        "prompt", "right", "loops", "prompt loops", "CLI", "Python", "cached tokens", "KV bytes"
-    )
+    table = Table("prompt", "right answer", "loops", "CLI", "Python", "cached tokens", "KV bytes")
     with LLM(engine_dir) as llm:
         for loops, prefill_loops in model.depths:
             params = SamplingParams(max_tokens=8, loops=loops, prefill_loops=prefill_loops)
-            outputs = llm.generate([row["prompt"] for row in rows], params)
-            again = llm.generate([row["prompt"] for row in rows], params)
-            streamed = [
-                ask_streaming(engine_dir, row["prompt"], loops, prefill_loops)
-                for row in track(rows, description="asking", console=console, transient=True)
-            ]
-            for row, first, second, text in zip(rows, outputs, again, streamed, strict=True):
-                answer = first.outputs[0].text
-                agree &= answer == second.outputs[0].text == text
+            first = llm.generate(prompts, params)
+            again = llm.generate(prompts, params)
+            streamed = ask_streaming(engine_dir, prompts, loops, prefill_loops)
+            for row, one, two, text in zip(rows, first, again, streamed, strict=True):
+                answer = one.outputs[0]
+                agree &= answer.text == two.outputs[0].text == text
+                agree &= set(answer.depths) == {loops}
                 table.add_row(
                     row["prompt"],
                     row["answer"],
-                    str(max(first.outputs[0].depths)),
-                    str(prefill_loops),
+                    f"{loops}, prompt {prefill_loops}",
                     text,
-                    answer,
-                    f"{first.num_cached_tokens}, then {second.num_cached_tokens}",
-                    f"{first.kv_bytes:,}",
+                    answer.text,
+                    f"{one.num_cached_tokens}, then {two.num_cached_tokens}",
+                    f"{one.kv_bytes:,}",
                 )
+            table.add_section()
     console.print()
     console.print(table)
     return agree

@@ -14,7 +14,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from random import Random
@@ -319,16 +319,22 @@ def _look_back(qk_bias: Tensor, rope_base: float, amplitude: float = 3.5) -> Non
             qk_bias[1, 0, head, channels] = amplitude * torch.tensor([1.0, 0.0])
 
 
-@dataclass
 class Clock:
-    """How much of the training time is spent; every schedule reads it."""
+    """How much of the training time is spent; every schedule reads it.
 
-    seconds: float
-    started: float = field(default_factory=time.monotonic)
+    On the CPU it counts the time that this process computed, so that a busy machine takes
+    longer and trains no worse.
+    """
+
+    def __init__(self, seconds: float, device: str, threads: int) -> None:
+        on_cpu = device == "cpu"
+        self.now = time.process_time if on_cpu else time.monotonic
+        self.seconds = seconds * (threads if on_cpu else 1)
+        self.started = self.now()
 
     def share(self) -> float:
         """Between 0 and 1."""
-        return min(1.0, (time.monotonic() - self.started) / self.seconds)
+        return min(1.0, (self.now() - self.started) / self.seconds)
 
 
 class Trainer:
@@ -566,7 +572,7 @@ def main() -> None:
     model.weights = {name: tensor.to(options.device) for name, tensor in model.weights.items()}
     with Progress() as progress:
         bar = progress.add_task("training", total=1.0)
-        clock = Clock(60 * options.minutes)
+        clock = Clock(60 * options.minutes, options.device, options.threads)
 
         def tick(trainer: Trainer, loss: float) -> None:
             words = f"stage {trainer.stage + 1}, step {trainer.step}, loss {loss:.3f}"

@@ -36,7 +36,8 @@ class EngineConfig:
             ones too, which changes outputs.
         noise_seed: seed of the random initial state of requests that set none.
         device: `cpu`, `cuda` or `cuda:N`.
-        num_threads: CPU threads of the engine; None leaves it to torch.
+        num_threads: CPU threads of the engine; None is 1 for models narrower than 512
+            channels and torch's choice for others.
         start_timeout_s: how long loading may take.
         step_timeout_s: how long the engine may be silent while requests run.
 

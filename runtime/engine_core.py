@@ -22,6 +22,8 @@ from looptrt.runtime.request import Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
 
 _DEFAULT_KV_BYTES = 1 << 30
+# Below this width a second CPU thread costs more in barriers than it brings (docs/log.md).
+_THREADED_HIDDEN_SIZE = 512
 
 
 class EngineCore:
@@ -42,6 +44,8 @@ class EngineCore:
             raise EngineError(f"device: engines run on cpu only so far, got {config.device!r}")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
+        elif self.manifest.spec.hidden_size < _THREADED_HIDDEN_SIZE:
+            torch.set_num_threads(1)
         scheduler_config = _scheduler_config(self.manifest, config)
         self.executor = TorchExecutor(
             engine_dir,

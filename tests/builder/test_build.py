@@ -19,6 +19,7 @@ from looptrt.errors import BuildError, ManifestError
 from looptrt.loop_spec import NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.models.checkpoint import CONFIG_NAME
+from looptrt.models.safetensors_header import read_header
 from looptrt.models.weights import load_model
 from tests.support.checkpoints import tiny_huginn, tiny_ouro
 
@@ -76,6 +77,13 @@ def test_loaded_weights_are_the_mapped_file(engines: dict[str, Path]) -> None:
     span = addresses[-1][0] + addresses[-1][1] - addresses[0][0]
     assert span <= (directory / "rank0.safetensors").stat().st_size
     assert addresses[0][0] % 256 == 0
+
+
+@pytest.mark.parametrize("name", ["trained_ouro", "huginn"])
+def test_stored_tensors_are_as_aligned_as_their_sizes(engines: dict[str, Path], name: str) -> None:
+    for entry in read_header(engines[name] / "rank0.safetensors").values():
+        size = entry.end - entry.begin
+        assert entry.begin % min(size & -size, 256) == 0
 
 
 def test_two_builds_give_identical_bytes_and_replace_each_other(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def test_grid_makes_a_hit_bitwise_equal_to_a_miss(engine_of: Build) -> None:
         harness.add(prompt_of(45), 6)
         harness.drain()
     miss, hit = harness.answers.values()
-    assert hit.finished is not None and hit.finished.num_cached_tokens == 32
+    assert hit.finished is not None
+    assert hit.finished.num_cached_tokens == 32
     for a, b in zip(miss.logits, hit.logits, strict=True):
         assert torch.equal(a.view(torch.int32), b.view(torch.int32))
     assert_all(oracle, harness)
@@ -254,7 +255,8 @@ def test_sequential_noise_draws_as_the_reference_does(engine_of: Build) -> None:
     spec = harness.core.manifest.spec
     for request_id, noise_seed in enumerate((5, 6)):
         answer = harness.answers[request_id]
-        assert answer.finished is not None and answer.finished.num_cached_tokens == 0
+        assert answer.finished is not None
+        assert answer.finished.num_cached_tokens == 0
         torch.manual_seed(noise_seed)
         states = []
         for start, end in answer.chunks:
