@@ -6,7 +6,7 @@ SHELL := /bin/bash
 TORCH ?= torch==2.13.0
 BIN := .venv/bin
 STAMP := .venv/.installed
-PYTEST := $(BIN)/pytest
+PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 NOT_HERE := not gpu and not multi_gpu and not nightly
 CXX_SOURCES = $(shell find plugins -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 

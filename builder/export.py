@@ -51,23 +51,15 @@ def export_phases(
     with progress("export", len(PHASES)) as advance:
         for name in PHASES:
             phase: Phase = getattr(model, name)
-            outputs = output_names(phase)
             inputs = {item: _input_dims(item, phase, layout)[1] for item in phase.input_names}
             program = _trace(phase, layout)
             weight = _references(name, names, weights, directory)
-            graph = Lowering(program, inputs, outputs, weight).graph(name)
+            graph = Lowering(program, inputs, phase.output_names, weight).graph(name)
             file_name = f"rank0.{name}.onnx"
             ir.save(_model(graph), directory / file_name)
-            graphs[name] = PhaseGraph(file_name, phase.input_names, outputs)
+            graphs[name] = PhaseGraph(file_name, phase.input_names, phase.output_names)
             advance(1)
     return graphs
-
-
-def output_names(phase: Phase) -> tuple[str, ...]:
-    """Names of a phase's outputs in its graph, where no output is named like an input."""
-    return tuple(
-        f"next_{name}" if name in phase.input_names else name for name in phase.output_names
-    )
 
 
 def _input_dims(name: str, phase: Phase, layout: PlaneLayout) -> tuple[torch.dtype | None, Dims]:

@@ -308,7 +308,8 @@ def position_keyed_noise(
         like: [T, H], gives shape and dtype.
         positions: [T] int32.
         seeds: [T] int64.
-        std: standard deviation of the normal before its cut at 3 std.
+        std: standard deviation of the normal before its cut at 3 std, rounded to float32 as
+            every operator attribute of a graph is.
         scale: factor, rounded to float32.
 
     Returns:
@@ -316,6 +317,7 @@ def position_keyed_noise(
     """
     if std == 0.0:
         return torch.zeros_like(like)
+    std = float(np.float32(std))
     z = noise.truncated_normal(seeds.numpy(), positions.numpy(), like.shape[1])
     drawn = torch.from_numpy(z * std).float().to(like.dtype)
     return (drawn.float() * torch.tensor(scale, dtype=torch.float32)).to(like.dtype)

@@ -43,7 +43,8 @@ class SamplingParams:
         stop: strings that end the answer; they are not part of it.
         stop_token_ids: token ids that end the answer, beside the model's own.
         ignore_eos: stop for none of the model's ids nor `stop_token_ids`.
-        loops: S, loops of generated tokens; None means the model's default.
+        loops: S, loops of generated tokens; None means the model's default, or the engine's
+            limit where that is lower.
         prefill_loops: P, loops of prompt tokens but the last; None means `loops`.
         noise_seed: seed of the random initial state; None means the engine's constant (0),
             so that equal prompts share cached pages.

@@ -201,7 +201,7 @@ class Phase(nn.Module):
 
     Attributes:
         input_names: inputs of `forward`, in order.
-        output_names: results of `forward`, in order.
+        output_names: results of `forward`, in order; no output is named like an input.
     """
 
     input_names: tuple[str, ...]
@@ -311,10 +311,10 @@ class Core(Phase):
     """One loop over the rows that go on; the other rows keep their state.
 
     Inputs: state [T, H]; with an adapter injection [T, H]; rows [R] int32; the KV inputs of
-    those R rows. Output: state [T, H].
+    those R rows. Output: next_state [T, H].
     """
 
-    output_names = ("state",)
+    output_names = ("next_state",)
 
     def __init__(
         self,
@@ -339,7 +339,7 @@ class Core(Phase):
             self.exit_gate.bias = _parameter(1, dtype=dtype, device=device)
 
     def forward(self, *tensors: Tensor) -> Tensor:
-        """Run one loop; returns state."""
+        """Run one loop; returns next_state."""
         inputs = self._by_name(tensors)
         state, rows = inputs["state"], inputs["rows"]
         h = _OPS.compact_gather(state, rows)

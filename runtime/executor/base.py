@@ -78,7 +78,8 @@ class Executor(ABC):
             if loop_idx:
                 self._run_copies(plan.copies, loop_idx, loop_idx + 1)
             plane = {"plane": self._plane(self.manifest.layout.strategy.plane(loop_idx))}
-            state.update(self.run_phase("core", {**step, **state, **staged[1], **plane}))
+            looped = self.run_phase("core", {**step, **state, **staged[1], **plane})
+            state["state"] = looped["next_state"]
             num_loops = loop_idx + 1
         self._run_copies(plan.copies, num_loops, None)
         logits = self.run_phase("coda", {**step, **state})["logits"]

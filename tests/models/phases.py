@@ -103,7 +103,8 @@ class Sequences:
         for loop in range(int(flat_depths.max())):
             rows = all_rows[flat_depths > loop]
             kv_inputs = self._kv_inputs(positions, seq_of_row, rows, loop)
-            tensors |= run(self.model.core, {**tensors, "rows": rows.int(), **kv_inputs})
+            looped = run(self.model.core, {**tensors, "rows": rows.int(), **kv_inputs})
+            tensors["state"] = looped["next_state"]
         return run(self.model.coda, {**inputs, **tensors})["logits"]
 
     def _kv_inputs(

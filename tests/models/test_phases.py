@@ -118,7 +118,7 @@ def test_core_leaves_the_state_of_resting_rows_alone(name: str) -> None:
         "plane": int32([0]),
     }
     tensors = {"state": state, "injection": injection, "rows": rows, **kv}
-    after = run(seqs.model.core, tensors)["state"]
+    after = run(seqs.model.core, tensors)["next_state"]
     assert_bitwise(after[[0, 2, 4]], state[[0, 2, 4]])
     assert not torch.equal(after[[1, 3]], state[[1, 3]])
 
@@ -138,7 +138,7 @@ def test_the_norm_that_closes_an_ouro_loop_is_the_final_norm_of_its_stream() -> 
     tensors |= {"positions": tensors["rows"], "cu_seqlens": int32([0, 5]), "plane": int32([0])}
     tensors |= {"seq_slots": int32([0]), "block_table": closed.table}
     tensors["kv_pool"] = closed.pool.kv_pool
-    stream, state = (run(model.core, tensors)["state"] for model in (open_model, closed.model))
+    stream, state = (run(model.core, tensors)["next_state"] for model in (open_model, closed.model))
     weight = closed.model.core.norm.weight
     assert_bitwise(state, torch.ops.looptrt.fenced_rms_norm(stream, weight, eps=spec.norm_eps))
 
@@ -167,7 +167,8 @@ def test_declared_inputs_are_the_ones_used() -> None:
     assert ouro.prelude.input_names == ("input_ids",)
     assert ouro.core.input_names == ("state", "rows", *kv)
     assert ouro.coda.input_names == ("state", "logit_rows")
-    assert ouro.prelude.output_names == ouro.core.output_names == ("state",)
+    assert ouro.prelude.output_names == ("state",)
+    assert ouro.core.output_names == ("next_state",)
     assert huginn.prelude.input_names == ("input_ids", *kv, "noise_seeds")
     assert huginn.prelude.output_names == ("state", "injection")
     assert huginn.core.input_names == ("state", "injection", "rows", *kv)

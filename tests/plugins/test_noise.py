@@ -119,7 +119,7 @@ def test_statistics_are_those_of_the_cut_normal(dtype: torch.dtype) -> None:
 def test_rounding_goes_float32_dtype_then_one_float32_product(dtype: torch.dtype) -> None:
     got = sample(3, 40, dtype)
     z = [[draw(0, position, channel)[1] for channel in range(40)] for position in range(3)]
-    drawn = torch.tensor(np.float32(np.array(z) * STD)).to(dtype)
+    drawn = torch.tensor(np.float32(np.array(z) * float(np.float32(STD)))).to(dtype)
     scale = torch.tensor(np.float32(SCALE))
     assert_bitwise(got, (drawn.float() * scale).to(dtype))
 
