@@ -22,6 +22,7 @@ from looptrt.kv_layout import PlaneLayout, PlaneStrategy
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.request import Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from looptrt.runtime.step_plan import StepResult
 
 PAGE_SIZE, PAGES, LOOPS = 32, 64, 32
 STEPS = 192
@@ -82,9 +83,9 @@ def step(scheduler: Scheduler) -> tuple[float, float]:
     plan = scheduler.schedule()
     middle = time.perf_counter()
     assert plan is not None
-    tokens = np.full(len(plan.sample_slots), 7, np.int32)
+    result = StepResult.at_planned_depths(plan, np.full(len(plan.sample_slots), 7, np.int32))
     before = time.perf_counter()
-    scheduler.commit(plan, tokens)
+    scheduler.commit(plan, result)
     return middle - begin, time.perf_counter() - before
 
 

@@ -6,7 +6,6 @@ loop k runs exactly the rows deeper than k, in the plan's order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,17 +28,12 @@ class LoopRows:
     cu_seqlens: Int32Array
 
 
-def loop_rows(plan: StepPlan) -> Iterator[tuple[int, LoopRows]]:
-    """Rows of each loop; loops with the same rows share one LoopRows.
+def loop_rows(plan: StepPlan, depths: Int32Array, loop_idx: int) -> LoopRows:
+    """Rows that run loop `loop_idx` when row i runs depths[i] loops."""
+    return select_rows(plan, np.flatnonzero(depths > loop_idx).astype(np.int32))
 
-    Yields:
-        (loop, rows) for loop 0 up to the deepest row's last loop.
-    """
-    loop_idx = 0
-    for depth in np.unique(plan.depths).tolist():
-        rows = np.flatnonzero(plan.depths > loop_idx).astype(np.int32)
-        bounds = np.searchsorted(rows, plan.cu_seqlens).astype(np.int32)
-        shared = LoopRows(rows, plan.positions[rows], bounds)
-        for loop in range(loop_idx, depth):
-            yield loop, shared
-        loop_idx = depth
+
+def select_rows(plan: StepPlan, rows: Int32Array) -> LoopRows:
+    """Some of the step's rows, ascending, with their sequences' bounds."""
+    bounds = np.searchsorted(rows, plan.cu_seqlens).astype(np.int32)
+    return LoopRows(rows, plan.positions[rows], bounds)

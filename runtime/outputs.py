@@ -36,6 +36,20 @@ class FinishedRequest:
 
 
 @dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: the token that stands there, then the most likely.
+
+    Attributes:
+        token_ids, logprobs, ranks: the position's own token first, whatever its rank; then
+            the most likely ones in order. Rank 1 is the most likely.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """Tokens of one step, in parallel lists, and the requests that ended with it.
 
@@ -44,12 +58,16 @@ class StepOutput:
         token_ids: new tokens, the stop token of a stopped request included.
         depths: loops run to make each token.
         finished: requests ended by the step or aborted since the last one.
+        logprobs: {index into the lists: log-probabilities} of tokens that ask for them.
+        prompt_logprobs: (request, position, log-probabilities) of prompt tokens scored.
     """
 
     request_ids: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     finished: list[FinishedRequest] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[int, int, TokenLogprobs]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,40 @@ class SamplerParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    prompt_logprobs: int | None = None
+
+
+class ExitRule(StrEnum):
+    """How a generated token may stop before its last loop."""
+
+    NONE = "none"
+    STEP = "step"  # after a fixed number of loops
+    GATE = "gate"  # the checkpoint's exit gate: cumulative exit probability
+    GATE_REFERENCE = "gate-reference"  # the same sums in the model dtype, as the reference
+    ENTROPY_DIFF = "entropy-diff"  # change of the output distribution's entropy
+    LATENT_DIFF = "latent-diff"  # relative change of the state
+    KL = "kl"  # divergence from the loop before's output distribution
+    ARGMAX_STABILITY = "argmax-stability"  # loops in a row with the same best token
+
+
+class ExitKv(StrEnum):
+    """What a token that stopped early leaves for later tokens to attend to."""
+
+    LAST_EXITED = "last_exited"  # its deepest plane
+    RUN_ALL = "run_all"  # all planes: the loops go on, only the logits are the early ones
+
+
+@dataclass(frozen=True)
+class ExitParams:
+    """When generated tokens of a request stop; prompt tokens run their fixed loops.
+
+    Attributes:
+        threshold: of the rule; loops for STEP and ARGMAX_STABILITY.
+    """
+
+    rule: ExitRule = ExitRule.NONE
+    threshold: float = 0.0
+    kv: ExitKv = ExitKv.LAST_EXITED
 
 
 @dataclass(eq=False)
@@ -76,6 +110,7 @@ class Request:
     cache_salt: bytes | None = None
     priority: int = 0
     sampler: SamplerParams = SamplerParams()
+    exit: ExitParams = ExitParams()
     state: RequestState = RequestState.WAITING
     arrival: int = -1
     slot: int | None = None

@@ -7,12 +7,14 @@ its neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 
 from looptrt.plugins.noise import mix64
 from looptrt.runtime.request import SamplerParams
-from looptrt.runtime.step_plan import Int32Array
+from looptrt.runtime.step_plan import Int32Array, SlotStart, StepPlan, StepResult
 
 # Separates the sampling draws from the noise of the same seed and position.
 _SAMPLING_STREAM = np.uint64(0xA54FF53A5F1D36F1)
@@ -28,32 +30,30 @@ class Sampler:
     def __init__(self, max_slots: int) -> None:
         self._params = [SamplerParams()] * max_slots
 
-    def set_slots(self, slot_params: tuple[tuple[int, SamplerParams], ...]) -> None:
+    def start(self, slot_starts: Iterable[SlotStart]) -> None:
         """Take the parameters of newly filled slots."""
-        for slot, params in slot_params:
-            self._params[slot] = params
+        for start in slot_starts:
+            self._params[start.slot] = start.sampler
 
-    def sample(self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array) -> Int32Array:
-        """Choose one token a row.
+    def sample(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        """Choose one token for each of the plan's samples.
 
         Args:
-            logits: [num_samples, vocab].
-            slots: [num_samples] slot of each row.
-            positions: [num_samples] position of the row; its token goes to position + 1.
-
-        Returns:
-            [num_samples] int32 token ids.
+            logits: [num_samples + num_prompt_rows, vocab], rows of plan.logit_rows, then
+                those of plan.prompt_rows.
+            plan: whose samples and prompt rows these are; the token of a row at position p
+                goes to position p + 1.
         """
+        logits = logits[: len(plan.logit_rows)]
         tokens = logits.argmax(dim=-1).to(torch.int32).cpu().numpy()
-        params = [self._params[slot] for slot in slots.tolist()]
+        params = [self._params[slot] for slot in plan.sample_slots.tolist()]
         drawn = [row for row, p in enumerate(params) if p.temperature > 0]
         if drawn:
             rows = torch.tensor(drawn, device=logits.device)
-            uniforms = uniform(
-                np.array([params[row].seed for row in drawn], np.uint64), positions[drawn]
-            )
+            seeds = np.array([params[row].seed for row in drawn], np.uint64)
+            uniforms = uniform(seeds, plan.positions[plan.logit_rows[drawn]])
             tokens[drawn] = draw(logits[rows], [params[row] for row in drawn], uniforms)
-        return tokens
+        return StepResult.at_planned_depths(plan, tokens)
 
 
 def uniform(seeds: np.ndarray, positions: Int32Array) -> np.ndarray:

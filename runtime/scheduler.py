@@ -17,11 +17,13 @@ import numpy as np
 from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
 from looptrt.kv_layout import PlaneLayout
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
-from looptrt.runtime.kv.sequence_kv import PrefixPolicy, SequenceKv, gather_copies
-from looptrt.runtime.outputs import FinishedRequest, StepOutput
-from looptrt.runtime.request import FinishReason, Int32Array, Request, RequestState, SamplerParams
+from looptrt.runtime.kv.sequence_kv import PrefixPolicy, SequenceKv
+from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
+from looptrt.runtime.request import FinishReason, Int32Array, Request, RequestState
 from looptrt.runtime.slots import Slots
-from looptrt.runtime.step_plan import StepPlan
+from looptrt.runtime.step_plan import ExitRows, PlaneCopies, SlotStart, StepPlan, StepResult
+
+_NO_ROWS: Int32Array = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class Scheduler:
         self._num_waiting = 0
         self._live: dict[int, Request] = {}
         self._ended: list[FinishedRequest] = []
-        self._new_slots: list[tuple[int, SamplerParams]] = []
+        self._slot_starts: list[SlotStart] = []
         self._in_flight: StepPlan | None = None
         self._aborted_in_flight: list[Request] = []
         self._num_arrived = self._num_steps = 0
@@ -193,14 +195,15 @@ class Scheduler:
         self._num_steps += 1
         return self._in_flight
 
-    def commit(self, plan: StepPlan, token_ids: Int32Array) -> StepOutput:
-        """Take the result of a step: [num_samples] tokens in the order of plan.logit_rows."""
+    def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Take the result of a step."""
         if plan is not self._in_flight:
             raise InvariantError("commit of a step that is not in flight")
         self._in_flight = None
-        slots = self.slots
+        slots, sampled, token_ids = self.slots, plan.sample_slots, result.token_ids
+        if plan.exits is not None:
+            slots.depths[sampled, plan.positions[plan.logit_rows]] = result.depths
         self._advance(plan)
-        sampled = plan.sample_slots
         slots.append(sampled, token_ids)
         request_ids = slots.request_id[sampled]
         stopped = (slots.stop_ids[sampled] == token_ids[:, None]).any(axis=1)
@@ -218,8 +221,14 @@ class Scheduler:
         return StepOutput(
             request_ids=request_ids[alive].tolist(),
             token_ids=token_ids[alive].tolist(),
-            depths=plan.depths[plan.logit_rows][alive].tolist(),
+            depths=result.loops[alive].tolist(),
             finished=self.take_ended(),
+            logprobs={
+                kept: result.logprobs[row]
+                for kept, row in enumerate(np.flatnonzero(alive).tolist())
+                if row in result.logprobs
+            },
+            prompt_logprobs=self._scored(plan, result),
         )
 
     def take_ended(self) -> list[FinishedRequest]:
@@ -325,7 +334,9 @@ class Scheduler:
             return 0
         self._num_waiting -= request.num_preemptions == 0
         request.state = RequestState.RUNNING
-        self._new_slots.append((slot, request.sampler))
+        self._slot_starts.append(
+            SlotStart(slot, request.sampler, request.exit, request.num_prompt, request.token_ids)
+        )
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
             request.num_cached_tokens = num_cached
@@ -350,8 +361,11 @@ class Scheduler:
             for slot, rows in chunks.items():
                 begin = int(slots.num_computed[slot])
                 copies.extend(self.kv.copies(slot, begin, begin + rows))
+        prompt_rows = self._prompt_rows(row_slots, positions) if chunks else _NO_ROWS
         is_last = begins + counts == slots.num_tokens[seq_slots]
-        new_slots, self._new_slots = self._new_slots, []
+        logit_rows = (cu_seqlens[1:] - 1)[is_last]
+        sample_slots = seq_slots[is_last].astype(np.int32)
+        slot_starts, self._slot_starts = self._slot_starts, []
         return StepPlan(
             step_id=self._num_steps,
             input_ids=slots.token_ids[row_slots, positions],
@@ -360,12 +374,34 @@ class Scheduler:
             noise_seeds=slots.noise_seed[row_slots],
             cu_seqlens=cu_seqlens,
             seq_slots=seq_slots.astype(np.int32),
-            logit_rows=(cu_seqlens[1:] - 1)[is_last],
-            sample_slots=seq_slots[is_last].astype(np.int32),
+            logit_rows=logit_rows,
+            sample_slots=sample_slots,
+            prompt_rows=prompt_rows,
+            prompt_slots=row_slots[prompt_rows].astype(np.int32),
             table_updates=self.kv.table.take_updates(),
-            copies=gather_copies(copies),
-            slot_params=tuple(new_slots),
+            copies=PlaneCopies.of(copies),
+            slot_starts=tuple(slot_starts),
+            exits=self._exit_rows(logit_rows, sample_slots, positions),
         )
+
+    def _prompt_rows(self, row_slots: np.ndarray, positions: Int32Array) -> Int32Array:
+        """Rows before the last of prompts that are to be scored and not answered yet."""
+        slots = self.slots
+        wanted = slots.scores_prompt[row_slots] & (positions < slots.num_prompt[row_slots] - 1)
+        wanted &= slots.num_tokens[row_slots] == slots.num_prompt[row_slots]
+        return np.flatnonzero(wanted).astype(np.int32)
+
+    def _exit_rows(
+        self, logit_rows: Int32Array, sample_slots: Int32Array, positions: Int32Array
+    ) -> ExitRows | None:
+        """Sampled rows whose request lets them stop early, with the units of their pages."""
+        may_exit = self.slots.may_exit[sample_slots]
+        if not may_exit.any():
+            return None
+        rows, slots = logit_rows[may_exit], sample_slots[may_exit]
+        pages, token_index = np.divmod(positions[rows], self.kv.layout.page_size)
+        units = self.kv.table.units[slots, self.kv.layout.boundary_units :, pages]
+        return ExitRows(rows, slots, units, token_index.astype(np.int32))
 
     # ---- results
 
@@ -378,6 +414,12 @@ class Scheduler:
         first, end = before // size, after // size
         for seq in np.flatnonzero(end > first).tolist():
             self.kv.publish(int(plan.seq_slots[seq]), int(first[seq]), int(end[seq]))
+
+    def _scored(self, plan: StepPlan, result: StepResult) -> list[tuple[int, int, TokenLogprobs]]:
+        """(request, position, log-probabilities) of the prompt tokens that the step scored."""
+        positions = (plan.positions[plan.prompt_rows] + 1).tolist()
+        requests = self.slots.request_id[plan.prompt_slots].tolist()
+        return list(zip(requests, positions, result.prompt_logprobs, strict=True))
 
     def _stamp_first_tokens(self, sampled: Int32Array) -> None:
         now = self._clock()

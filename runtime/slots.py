@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from looptrt.runtime.request import Request
+from looptrt.runtime.request import ExitRule, Request
 
 NO_TOKEN = -1
 
@@ -28,12 +28,16 @@ class Slots:
         limit: [max_slots] tokens at which the request ends.
         loops: [max_slots] S.
         priority, arrival: [max_slots] rank of the request.
+        scores_prompt: [max_slots] whether the prompt's log-probabilities are wanted.
+        may_exit: [max_slots] whether generated tokens may stop before S loops.
         stop_ids: [max_slots, width] ids that end the request, NO_TOKEN beyond them.
     """
 
     def __init__(self, max_slots: int, max_seq_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_slots
-        self.active: NDArray[np.bool_] = np.zeros(max_slots, np.bool_)
+        self.active, self.may_exit, self.scores_prompt = (
+            np.zeros(max_slots, np.bool_) for _ in range(3)
+        )
         self.token_ids: NDArray[np.int32] = np.zeros((max_slots, max_seq_len), np.int32)
         self.depths: NDArray[np.int16] = np.zeros((max_slots, max_seq_len), np.int16)
         self.num_prompt, self.num_tokens, self.num_computed = (
@@ -73,6 +77,8 @@ class Slots:
         self.request_id[slot] = request.request_id
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival
+        self.scores_prompt[slot] = request.sampler.prompt_logprobs is not None
+        self.may_exit[slot] = request.exit.rule is not ExitRule.NONE
         self._set_stop_ids(slot, request.stop_token_ids)
         request.slot = slot
         return slot

@@ -7,12 +7,14 @@ step starts, and rows of one sequence are contiguous with increasing positions.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from looptrt.runtime.request import SamplerParams
+from looptrt.runtime.outputs import TokenLogprobs
+from looptrt.runtime.request import ExitParams, SamplerParams
 
 Int32Array = NDArray[np.int32]
 Int64Array = NDArray[np.int64]
@@ -51,6 +53,54 @@ class PlaneCopies:
     token_begin: Int32Array
     token_end: Int32Array
 
+    @staticmethod
+    def of(entries: Sequence[tuple[int, int, int, int, int]]) -> PlaneCopies:
+        """Arrays of (before_loop, src_unit, dst_unit, token_begin, token_end) entries."""
+        columns = np.array(entries, np.int32).reshape(-1, 5).T
+        return PlaneCopies(*(np.ascontiguousarray(column) for column in columns))
+
+    def due(self, begin: int, end: int | None = None) -> PlaneCopies | None:
+        """The copies due before the loops begin..end-1 (all later ones for None), if any."""
+        mask = self.before_loop >= begin
+        if end is not None:
+            mask &= self.before_loop < end
+        if not mask.any():
+            return None
+        return PlaneCopies(*(column[mask] for column in vars(self).values()))
+
+
+@dataclass(frozen=True)
+class SlotStart:
+    """A slot that a request took since the previous plan, new or after preemption.
+
+    Attributes:
+        num_prompt: tokens of the prompt.
+        token_ids: [num_tokens] prompt and all generated tokens so far.
+    """
+
+    slot: int
+    sampler: SamplerParams
+    exit: ExitParams
+    num_prompt: int
+    token_ids: Int32Array
+
+
+@dataclass(frozen=True)
+class ExitRows:
+    """Sampled rows that may stop before the loops planned for them.
+
+    Attributes:
+        rows: [n] indices into the step's rows, ascending.
+        slots: [n] slots they belong to.
+        units: [n, num_planes] units of each row's page, plane by plane.
+        token_index: [n] place of each row's token in its page.
+    """
+
+    rows: Int32Array
+    slots: Int32Array
+    units: Int32Array
+    token_index: Int32Array
+
 
 @dataclass(frozen=True)
 class StepPlan:
@@ -67,7 +117,11 @@ class StepPlan:
         logit_rows: [num_samples] rows whose logits are sampled; the next token goes to
             positions[logit_rows] + 1.
         sample_slots: [num_samples] slots those rows belong to.
-        slot_params: sampling parameters of slots taken since the previous plan.
+        prompt_rows: [num_prompt_rows] rows whose logits only score the prompt token that
+            follows them.
+        prompt_slots: [num_prompt_rows] slots those rows belong to.
+        slot_starts: slots taken since the previous plan.
+        exits: rows whose depth is decided while the step runs.
         table_updates: block-table columns changed since the previous plan.
         copies: plane copies of this step.
     """
@@ -81,9 +135,12 @@ class StepPlan:
     seq_slots: Int32Array
     logit_rows: Int32Array
     sample_slots: Int32Array
+    prompt_rows: Int32Array
+    prompt_slots: Int32Array
     table_updates: TableUpdates
     copies: PlaneCopies
-    slot_params: tuple[tuple[int, SamplerParams], ...] = field(default=())
+    slot_starts: tuple[SlotStart, ...] = ()
+    exits: ExitRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -94,3 +151,28 @@ class StepPlan:
     def num_loops(self) -> int:
         """Loops of the deepest row."""
         return int(self.depths.max())
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What an executor gives back for a plan, in the order of plan.logit_rows.
+
+    Attributes:
+        token_ids: [num_samples] sampled tokens.
+        loops: [num_samples] loops behind the logits that each token was sampled from.
+        depths: [num_samples] loops each sampled row ran: the depth recorded for its token.
+        logprobs: {index of a sample: log-probabilities} where a request asks for them.
+        prompt_logprobs: one entry for each of plan.prompt_rows.
+    """
+
+    token_ids: Int32Array
+    loops: Int32Array
+    depths: Int32Array
+    logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
+
+    @staticmethod
+    def at_planned_depths(plan: StepPlan, token_ids: Int32Array) -> StepResult:
+        """Result of a step in which no row stopped early."""
+        depths = plan.depths[plan.logit_rows]
+        return StepResult(token_ids, depths, depths)

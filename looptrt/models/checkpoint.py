@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory: its config and its safetensors tensors.
+"""A checkpoint directory, Hugging Face's or TensorRT-LLM's: its config and its tensors.
 
 Owns finding the files, checking them as a whole and reading one tensor at a time; leaves
 what the names mean to the families and the fused layout to the builder. Never opens a
@@ -12,6 +12,7 @@ import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import CheckpointError
 from looptrt.models.safetensors_header import TensorEntry, read_header
+from looptrt.models.trtllm_config import RANK_NAME, check_ranks, family_config, is_trtllm_config
 
 CONFIG_NAME = "config.json"
 SINGLE_NAME = "model.safetensors"
@@ -34,21 +36,32 @@ _CHUNK = 1 << 22  # elements looked at together, so that checks take no second c
 _logger = logging.getLogger(__name__)
 
 
+class Naming(StrEnum):
+    """Whose names a checkpoint's files and tensors have."""
+
+    HF = "hf"
+    TRTLLM = "trtllm"
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened checkpoint; nothing but headers has been read.
 
     Attributes:
         directory: where it lies.
-        config: config.json as it stands.
+        config: the family's config: config.json as it stands, or its `hf_config`.
         listing: the file that says which tensors there are (for messages).
         tensors: {name: where it lies} of every tensor in every file.
+        config_path: where the config was read.
+        naming: whose names the tensors have.
     """
 
     directory: Path
     config: dict[str, Any]
     listing: Path
     tensors: dict[str, TensorEntry]
+    config_path: Path
+    naming: Naming
 
     @staticmethod
     def open(directory: Path) -> Checkpoint:
@@ -56,22 +69,39 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the directory, config.json or a weight file is missing, cut, a
-                Git LFS pointer or malformed, the index disagrees with the files, or the
-                weights are only there as pickles.
+                Git LFS pointer or malformed, the index disagrees with the files, the
+                weights are only there as pickles, or they are split over ranks.
         """
         if not directory.is_dir():
             raise CheckpointError(f"{directory}: no such checkpoint directory")
-        config = read_json(directory / CONFIG_NAME)
-        if "auto_map" in config:
-            _logger.info("%s: auto_map names code; it is not executed", directory / CONFIG_NAME)
-        listing = _listing_of(directory)
-        tensors = read_header(listing) if listing.name == SINGLE_NAME else _read_index(listing)
-        return Checkpoint(directory, config, listing, tensors)
+        described = Checkpoint.describe(directory / CONFIG_NAME)
+        if described.naming is Naming.TRTLLM:
+            check_ranks(directory)
+            listing = directory / RANK_NAME
+        else:
+            listing = _listing_of(directory)
+        tensors = _read_index(listing) if listing.name == INDEX_NAME else read_header(listing)
+        return replace(described, listing=listing, tensors=tensors)
 
-    @property
-    def config_path(self) -> Path:
-        """Path of config.json."""
-        return self.directory / CONFIG_NAME
+    @staticmethod
+    def describe(config_path: Path) -> Checkpoint:
+        """A checkpoint without tensors: what its config says.
+
+        Raises:
+            CheckpointError: the file is missing, malformed, an engine directory's, or
+                describes weights that are split over ranks or quantised.
+        """
+        config = read_json(config_path)
+        if "pretrained_config" in config and "build_config" in config:
+            raise CheckpointError(
+                f"{config_path}: expected a checkpoint's config, found an engine directory's"
+            )
+        naming = Naming.TRTLLM if is_trtllm_config(config) else Naming.HF
+        if naming is Naming.TRTLLM:
+            config = family_config(config, config_path)
+        if "auto_map" in config:
+            _logger.info("%s: auto_map names code; it is not executed", config_path)
+        return Checkpoint(config_path.parent, config, config_path, {}, config_path, naming)
 
     @property
     def architecture(self) -> str:

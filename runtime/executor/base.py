@@ -8,15 +8,18 @@ may read it, and the block table holds every update of a plan before its first p
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import numpy as np
 import torch
 
 from looptrt.manifest import Manifest
-from looptrt.runtime.batch import LoopRows, loop_rows
+from looptrt.runtime.batch import LoopRows, loop_rows, select_rows
+from looptrt.runtime.exits import ExitStep
+from looptrt.runtime.request import ExitParams
 from looptrt.runtime.sampler import Sampler
-from looptrt.runtime.step_plan import Int32Array, PlaneCopies, StepPlan
+from looptrt.runtime.step_plan import Int32Array, PlaneCopies, StepPlan, StepResult
 
 Tensors = dict[str, torch.Tensor]
 
@@ -34,6 +37,7 @@ class Executor(ABC):
         self.manifest = manifest
         self.num_units = num_units
         self.sampler = Sampler(max_slots)
+        self._exit_params = [ExitParams()] * max_slots
 
     @abstractmethod
     def run_phase(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -59,32 +63,63 @@ class Executor(ABC):
     def initial_tensors(self, plan: StepPlan) -> Tensors:
         """What the prelude needs for the initial state: seeds or a drawn state."""
 
-    def execute(self, plan: StepPlan) -> Int32Array:
-        """Run one step.
+    @abstractmethod
+    def exit_gate(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """[hidden] state to its exit gate's logit in the state's dtype; None without a gate."""
 
-        Returns:
-            [num_samples] sampled tokens in the order of plan.logit_rows.
-        """
-        self.sampler.set_slots(plan.slot_params)
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step."""
+        self._start_slots(plan)
         self.update_table(plan)
         step = self._step_tensors(plan)
-        self._run_copies(plan.copies, 0, 1)
-        state = self.run_phase("prelude", {**step, **self.initial_tensors(plan)})
-        num_loops = 0
-        staged: tuple[LoopRows, Tensors] | None = None
-        for loop_idx, rows in loop_rows(plan):
-            if staged is None or staged[0] is not rows:
-                staged = rows, self._loop_tensors(rows)
+        self._copy(plan.copies.due(0, 1))
+        carried = self.run_phase("prelude", {**step, **self.initial_tensors(plan)})
+        exits = self._exit_step(plan, carried["state"])
+        depths = plan.depths if exits is None else exits.depths
+        staged: Tensors = {}
+        for loop_idx in range(plan.num_loops):
+            if loop_idx == 0 or (depths == loop_idx).any():
+                rows = loop_rows(plan, depths, loop_idx)
+                if not len(rows.rows):
+                    break
+                staged = self._loop_tensors(rows)
             if loop_idx:
-                self._run_copies(plan.copies, loop_idx, loop_idx + 1)
+                self._copy(plan.copies.due(loop_idx, loop_idx + 1))
             plane = {"plane": self._plane(self.manifest.layout.strategy.plane(loop_idx))}
-            looped = self.run_phase("core", {**step, **state, **staged[1], **plane})
-            state["state"] = looped["next_state"]
-            num_loops = loop_idx + 1
-        self._run_copies(plan.copies, num_loops, None)
-        logits = self.run_phase("coda", {**step, **state})["logits"]
-        positions = plan.positions[plan.logit_rows]
-        return self.sampler.sample(logits, plan.sample_slots, positions)
+            looped = self.run_phase("core", {**step, **carried, **staged, **plane})
+            carried["state"] = looped["next_state"]
+            if exits is not None:
+                exits.after_loop(
+                    loop_idx, carried["state"], partial(self._head, plan, step, carried)
+                )
+        self._copy(plan.copies.due(int(depths.max())))
+        if exits is not None:
+            self._copy(exits.copies(self.manifest.layout).due(0))
+            carried["state"] = exits.final_state(carried["state"])
+        logits = self.run_phase("coda", {**step, **carried})["logits"]
+        result = self.sampler.sample(logits, plan)
+        return result if exits is None else exits.adjust(result)
+
+    def _start_slots(self, plan: StepPlan) -> None:
+        self.sampler.start(plan.slot_starts)
+        for start in plan.slot_starts:
+            self._exit_params[start.slot] = start.exit
+
+    def _exit_step(self, plan: StepPlan, state: torch.Tensor) -> ExitStep | None:
+        if plan.exits is None:
+            return None
+        params = [self._exit_params[slot] for slot in plan.exits.slots.tolist()]
+        return ExitStep(plan, params, state, self.exit_gate())
+
+    def _head(
+        self, plan: StepPlan, step: Tensors, carried: Tensors, rows: Int32Array
+    ) -> torch.Tensor:
+        """[n, vocab] float32 logits of some rows as they are now; their coda KV is rewritten."""
+        chosen = self._loop_tensors(select_rows(plan, rows))
+        state = carried["state"][chosen["rows"].long()]
+        every = self.to_device(np.arange(len(rows), dtype=np.int32))
+        coda = {**step, **chosen, "state": state, "logit_rows": every}
+        return self.run_phase("coda", coda)["logits"].float()
 
     def _step_tensors(self, plan: StepPlan) -> Tensors:
         return {
@@ -92,7 +127,7 @@ class Executor(ABC):
             "positions": self.to_device(plan.positions),
             "cu_seqlens": self.to_device(plan.cu_seqlens),
             "seq_slots": self.to_device(plan.seq_slots),
-            "logit_rows": self.to_device(plan.logit_rows),
+            "logit_rows": self.to_device(np.concatenate([plan.logit_rows, plan.prompt_rows])),
             "plane": self._plane(0),
             **self.kv_tensors(),
         }
@@ -107,20 +142,6 @@ class Executor(ABC):
     def _plane(self, plane: int) -> torch.Tensor:
         return self.to_device(np.array([plane], np.int32))
 
-    def _run_copies(self, copies: PlaneCopies, begin: int, end: int | None) -> None:
-        """Run the copies due before the loops begin..end-1 (all later ones for None)."""
-        if not len(copies.before_loop):
-            return
-        due = copies.before_loop >= begin
-        if end is not None:
-            due &= copies.before_loop < end
-        if due.any():
-            self.copy_planes(
-                PlaneCopies(
-                    copies.before_loop[due],
-                    copies.src_units[due],
-                    copies.dst_units[due],
-                    copies.token_begin[due],
-                    copies.token_end[due],
-                )
-            )
+    def _copy(self, copies: PlaneCopies | None) -> None:
+        if copies is not None:
+            self.copy_planes(copies)

@@ -7,11 +7,12 @@ address never changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
@@ -99,13 +100,25 @@ class TorchExecutor(Executor):
         """The block table and the pool's address."""
         return self._kv
 
+    def exit_gate(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The checkpoint's gate, computed in the dtype of the state it is given."""
+        if not self.manifest.spec.exit_gate:
+            return None
+        gate: torch.nn.Linear = self._model.core.exit_gate  # type: ignore[assignment]
+
+        def logit(state: torch.Tensor) -> torch.Tensor:
+            weight, bias = gate.weight.to(state.dtype), gate.bias.to(state.dtype)
+            return F.linear(state, weight, bias)[0]
+
+        return logit
+
     def initial_tensors(self, plan: StepPlan) -> Tensors:
         """Noise seeds a row, or states drawn from each sequence's own generator."""
         if self.manifest.spec.initial_state is not InitialState.RANDOM:
             return {}
         if self.manifest.noise_mode is NoiseMode.POSITION:
             return {"noise_seeds": self.to_device(plan.noise_seeds)}
-        new_slots = {slot for slot, _ in plan.slot_params}
+        new_slots = {start.slot for start in plan.slot_starts}
         states = []
         for seq, slot in enumerate(plan.seq_slots.tolist()):
             begin, end = plan.cu_seqlens[seq : seq + 2].tolist()

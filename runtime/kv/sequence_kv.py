@@ -18,7 +18,6 @@ from looptrt.runtime.kv.page_pool import Page, PagePool
 from looptrt.runtime.kv.prefix_cache import CacheIdentity, page_key
 from looptrt.runtime.request import Request
 from looptrt.runtime.slots import Slots
-from looptrt.runtime.step_plan import PlaneCopies
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,13 @@ class SequenceKv:
         self._slots.num_computed[slot] = self._slots.capacity[slot]
 
     def find_prefix(self, request: Request) -> list[Page]:
-        """Published pages for the request's tokens, never the last token's page."""
+        """Published pages for the request's tokens, never the last token's page.
+
+        None for a request whose prompt is still to be scored: every row is needed.
+        """
+        scores = request.sampler.prompt_logprobs is not None
+        if scores and len(request.token_ids) == request.num_prompt:
+            return []
         if not self._policy.enabled or not request.use_prefix_cache:
             return []
         hits: list[Page] = []
@@ -191,9 +196,3 @@ class SequenceKv:
             if self._policy.at_least:
                 parent = request.token_keys[idx - 1] if idx else root
                 request.token_keys.append(page_key(parent, tokens, None))
-
-
-def gather_copies(rows: list[tuple[int, int, int, int, int]]) -> PlaneCopies:
-    """Arrays of the entries that `SequenceKv.copies` yields."""
-    columns = np.array(rows, np.int32).reshape(-1, 5).T
-    return PlaneCopies(*(np.ascontiguousarray(column) for column in columns))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.outputs import FinishedRequest
 from looptrt.runtime.request import Request
-from looptrt.runtime.step_plan import Int32Array, StepPlan
+from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.support.oracle import DenseOracle
 
 
@@ -41,7 +41,7 @@ class Harness:
     def __init__(self, engine_dir: Path, **config: Any) -> None:
         self.core = EngineCore(engine_dir, EngineConfig(**config))
         self.answers: dict[int, Answer] = {}
-        self._sample: Callable[..., Int32Array] = self.core.executor.sampler.sample
+        self._sample = self.core.executor.sampler.sample
         self.core.executor.sampler.sample = self._record_logits  # type: ignore[method-assign]
 
     def add(self, prompt: Sequence[int], max_new_tokens: int = 6, **fields: Any) -> int:
@@ -93,13 +93,11 @@ class Harness:
         free = [unit for unit in range(len(units)) if unit == 0 or pool.units.is_free(unit)]
         units[free] = 0xFF
 
-    def _record_logits(
-        self, logits: torch.Tensor, slots: Int32Array, positions: Int32Array
-    ) -> Int32Array:
-        for row, slot in enumerate(slots.tolist()):
+    def _record_logits(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
+        for row, slot in enumerate(plan.sample_slots.tolist()):
             request = self.core.scheduler.slots.request(slot)
             self.answers[request.request_id].logits.append(logits[row].float().clone())
-        return self._sample(logits, slots, positions)
+        return self._sample(logits, plan)
 
     def _record_chunks(self, plan: StepPlan) -> None:
         for seq, slot in enumerate(plan.seq_slots.tolist()):

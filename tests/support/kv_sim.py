@@ -15,7 +15,7 @@ import numpy as np
 from looptrt.kv_layout import PlaneLayout
 from looptrt.runtime.batch import loop_rows
 from looptrt.runtime.scheduler import Scheduler
-from looptrt.runtime.step_plan import PlaneCopies, StepPlan
+from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult
 
 Tag = tuple[bytes, int]
 BOUNDARY = -1
@@ -51,8 +51,8 @@ class SimExecutor:
         self.memory: dict[tuple[int, int], Tag] = {}
         self.rows_run = 0
 
-    def execute(self, plan: StepPlan) -> np.ndarray:
-        """Run a plan; returns the sampled tokens."""
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan."""
         updates = plan.table_updates
         for slot, page, units in zip(updates.slots, updates.pages, updates.units, strict=True):
             self.table[slot, :, page] = units
@@ -61,7 +61,8 @@ class SimExecutor:
         row_slots = np.repeat(plan.seq_slots, np.diff(plan.cu_seqlens))
         self._copy(plan.copies, 0, 1)
         num_loops = 0
-        for loop, rows in loop_rows(plan):
+        for loop in range(plan.num_loops):
+            rows = loop_rows(plan, plan.depths, loop)
             if loop:
                 self._copy(plan.copies, loop, loop + 1)
             row = self.layout.boundary_units + self.layout.strategy.plane(loop)
@@ -73,7 +74,8 @@ class SimExecutor:
         for row in range(self.layout.boundary_units):
             self._write(plan, row_slots, everyone, row, BOUNDARY)
             self._read(plan, row_slots, everyone, row, BOUNDARY)
-        return np.array([self._sample(int(slot)) for slot in plan.sample_slots], np.int32)
+        token_ids = [self._sample(int(slot)) for slot in plan.sample_slots]
+        return StepResult.at_planned_depths(plan, np.array(token_ids, np.int32))
 
     def _sample(self, slot: int) -> int:
         slots = self.scheduler.slots

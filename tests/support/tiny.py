@@ -68,10 +68,10 @@ class Engine:
         if plan is None:
             self._take(self.scheduler.take_ended())
             return False
-        token_ids = self.executor.execute(plan)
+        result = self.executor.execute(plan)
         for request_id in abort_in_flight:
             self.scheduler.abort(request_id)
-        output = self.scheduler.commit(plan, token_ids)
+        output = self.scheduler.commit(plan, result)
         for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
             self.tokens[request_id].append(token)
         self._take(output.finished)
