@@ -94,7 +94,10 @@ class Request:
         token_ids: [num_tokens] prompt and generated tokens, kept while not running.
         depths: [num_tokens] recorded loops of each token, kept while not running.
         arrival: order of arrival, set by the scheduler.
-        num_cached_tokens: prompt tokens found in the prefix cache at first admission.
+        fork_of: request with the same prompt, depths and salt, whose pages this one shares
+            as soon as they are computed; None for a request of its own.
+        num_cached_tokens: prompt tokens shared with an earlier request or found in the
+            prefix cache at first admission.
         use_prefix_cache: cleared when shared pages are too deep for the request to fit.
         pages: pages held, in token order.
         page_keys, token_keys: keys of the full pages so far, with and without depths.
@@ -111,6 +114,7 @@ class Request:
     priority: int = 0
     sampler: SamplerParams = SamplerParams()
     exit: ExitParams = ExitParams()
+    fork_of: int | None = None
     state: RequestState = RequestState.WAITING
     arrival: int = -1
     slot: int | None = None

@@ -16,6 +16,7 @@ import numpy as np
 
 from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
 from looptrt.kv_layout import PlaneLayout
+from looptrt.runtime.kv.page_pool import Page
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.kv.sequence_kv import PrefixPolicy, SequenceKv
 from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
@@ -103,6 +104,7 @@ class Scheduler:
         self._live: dict[int, Request] = {}
         self._ended: list[FinishedRequest] = []
         self._slot_starts: list[SlotStart] = []
+        self._fork_copies: list[tuple[int, int, int, int, int]] = []
         self._in_flight: StepPlan | None = None
         self._aborted_in_flight: list[Request] = []
         self._num_arrived = self._num_steps = 0
@@ -318,20 +320,51 @@ class Scheduler:
 
     def _try_admit(self, request: Request, budget: int) -> int:
         """Start a request if its first chunk fits; returns the chunk's rows, 0 if not."""
+        parent = self._running_parent(request)
+        if parent is not None:
+            return self._try_fork(request, parent)
         hits = self.kv.find_prefix(request)
         num_cached = len(hits) * self.kv.layout.page_size
         rows = self._chunk_rows(num_cached, len(request.token_ids), budget)
-        if rows == 0:
+        if rows == 0 or self._start(request, hits, num_cached, num_cached + rows) is None:
             return 0
+        return rows
+
+    def _running_parent(self, request: Request) -> Request | None:
+        """The request whose prompt pages a new fork shares, while it holds them."""
+        if request.fork_of is None or request.num_preemptions or not self.config.recomputable:
+            return None
+        parent = self._live.get(request.fork_of)
+        return None if parent is None or parent.slot is None else parent
+
+    def _try_fork(self, request: Request, parent: Request) -> int:
+        """Share the parent's full pages, copy the partial one, run the last prompt token."""
+        assert parent.slot is not None
+        num_shared = request.num_prompt - 1
+        if self.slots.num_computed[parent.slot] < num_shared:
+            return 0
+        full, partial = divmod(num_shared, self.kv.layout.page_size)
+        slot = self._start(request, parent.pages[:full], num_shared, request.num_prompt)
+        if slot is None:
+            return 0
+        if partial:
+            units = zip(parent.pages[full].units, request.pages[full].units, strict=True)
+            self._fork_copies += [(0, source, target, 0, partial) for source, target in units]
+        self.slots.num_computed[slot] = num_shared
+        return 1
+
+    def _start(
+        self, request: Request, shared: list[Page], num_cached: int, num_tokens: int
+    ) -> int | None:
+        """Give a waiting request a slot, shared pages and room for `num_tokens`, or nothing."""
         slot = self.slots.take(request)
-        self.kv.share(slot, hits)
-        num_reserved = num_cached + rows
+        self.kv.share(slot, shared)
         if not self.config.recomputable:
-            num_reserved = int(self.slots.limit[slot])
-        if not self.kv.grow(slot, num_reserved):
+            num_tokens = int(self.slots.limit[slot])
+        if not self.kv.grow(slot, num_tokens):
             self.kv.release(slot)
             self.slots.free(slot)
-            return 0
+            return None
         self._num_waiting -= request.num_preemptions == 0
         request.state = RequestState.RUNNING
         self._slot_starts.append(
@@ -342,7 +375,7 @@ class Scheduler:
             request.num_cached_tokens = num_cached
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += num_cached
-        return rows
+        return slot
 
     def _plan(self, decodes: np.ndarray, chunks: dict[int, int]) -> StepPlan:
         slots = self.slots
@@ -353,7 +386,7 @@ class Scheduler:
         np.cumsum(counts, out=cu_seqlens[1:])
         begins = slots.num_computed[seq_slots]
         row_slots, positions = seq_slots, begins
-        copies: list[tuple[int, int, int, int, int]] = []
+        copies, self._fork_copies = self._fork_copies, []
         if chunks:
             row_slots = np.repeat(seq_slots, counts)
             offsets = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], counts)

@@ -132,6 +132,39 @@ def test_shared_pages_too_deep_for_the_pool_are_given_up() -> None:
     assert shared.tokens[1] == answer(prompt, 12)
 
 
+@pytest.mark.parametrize("num_prompt", [1, 4, 5, 7, 9, 18])
+@pytest.mark.parametrize("prefill_loops", [1, 3])
+def test_forks_share_full_pages_and_copy_the_partial_one(
+    num_prompt: int, prefill_loops: int
+) -> None:
+    prompt = [i % 9 for i in range(num_prompt)]
+    forked = engine(max_batch_size=3, enable_prefix_cache=False)
+    for request_id in range(3):
+        parent = 0 if request_id else None
+        forked.add(request(request_id, prompt, 6, prefill_loops=prefill_loops, fork_of=parent))
+    rows = forked.executor.rows_run
+    while any(len(tokens) < 1 for tokens in forked.tokens.values()):
+        forked.step()
+    # The prompt once, and its last token again for each fork, beside the answers' rows.
+    assert forked.executor.rows_run - rows <= num_prompt + 2 + 2 * len(forked.tokens)
+    forked.drain()
+    assert all(tokens == answer(prompt, 6) for tokens in forked.tokens.values())
+    assert [forked.finished[i].num_cached_tokens for i in range(3)] == [
+        0,
+        num_prompt - 1,
+        num_prompt - 1,
+    ]
+
+
+def test_forks_whose_parent_is_gone_run_on_their_own() -> None:
+    forked = engine(max_batch_size=1)
+    forked.add(request(0, [1] * 9, 2))
+    forked.add(request(1, [1] * 9, 4, fork_of=0))
+    forked.drain()
+    assert forked.tokens[1] == answer([1] * 9, 4)
+    assert forked.finished[1].num_cached_tokens == 8
+
+
 def test_answers_are_reused_by_the_next_turn() -> None:
     shared = engine()
     prompt = [2] * 9

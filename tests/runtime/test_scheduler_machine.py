@@ -40,6 +40,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         depths=st.sampled_from([(3, 3), (3, 1), (3, 2), (1, 1), (2, 2)]),
         salt=st.sampled_from([None, None, b""]),
         priority=st.sampled_from([0, 0, 1]),
+        num_forks=st.sampled_from([0, 0, 0, 2]),
     )
     def add(
         self,
@@ -48,21 +49,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         depths: tuple[int, int],
         salt: bytes | None,
         priority: int,
+        num_forks: int,
     ) -> None:
-        request_id = len(self.prompts)
-        self.prompts[request_id] = (prompt, count)
+        parent = len(self.prompts)
         loops, prefill_loops = depths
-        self.kv.add(
-            request(
-                request_id,
-                prompt,
-                count,
-                loops=loops,
-                prefill_loops=prefill_loops,
-                cache_salt=salt,
-                priority=priority,
+        for request_id in range(parent, parent + 1 + num_forks):
+            self.prompts[request_id] = (prompt, count)
+            self.kv.add(
+                request(
+                    request_id,
+                    prompt,
+                    count,
+                    loops=loops,
+                    prefill_loops=prefill_loops,
+                    cache_salt=salt,
+                    priority=priority,
+                    fork_of=None if request_id == parent else parent,
+                )
             )
-        )
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
