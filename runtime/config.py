@@ -23,12 +23,14 @@ class EngineConfig:
 
     Args:
         kv_cache_bytes: KV pool; None is enough for `max_batch_size` sequences of
-            `max_seq_len` tokens at the deepest loop count, but at most 1 GiB unless one
-            sequence needs more.
+            `max_seq_len` tokens at the deepest loop count, but at most 1 GiB (more only
+            where a single page needs it). Requests that the pool can never hold are refused.
         max_batch_size: sequences in one step; None is the built engine's limit.
         max_num_tokens: rows in one step; None is the built engine's limit.
         max_seq_len: prompt and answer together; None is the built engine's limit.
-        max_waiting: requests that may wait; one more gets QueueFullError.
+        max_waiting: requests that may wait; one more gets QueueFullError. Also the most
+            answers that one prompt may ask for.
+        max_logprobs: most likely tokens that a request may ask for at each position.
         enable_prefix_cache: reuse the KV of equal prompt beginnings.
         prefix_grid: hits and prefill chunks end at multiples of this many tokens, itself a
             multiple of the page size; None leaves both free.
@@ -50,6 +52,7 @@ class EngineConfig:
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
     max_waiting: int = 1024
+    max_logprobs: int = 1024
     enable_prefix_cache: bool = True
     prefix_grid: int | None = None
     prefix_depth: PrefixDepth = "exact"
@@ -71,6 +74,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=1)
         _check_int("max_waiting", self.max_waiting, low=1)
+        _check_int("max_logprobs", self.max_logprobs, low=0, high=2**18)
         _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)
         for name in ("start_timeout_s", "step_timeout_s"):
             _check_seconds(name, getattr(self, name))

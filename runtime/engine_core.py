@@ -112,6 +112,12 @@ def cache_identity(manifest: Manifest) -> CacheIdentity:
 
 def _scheduler_config(manifest: Manifest, config: EngineConfig) -> SchedulerConfig:
     limits, layout = config.limits(manifest), manifest.layout
+    recomputable = not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION
+    if not recomputable and (config.prefix_grid is not None or config.prefix_depth != "exact"):
+        raise EngineError(
+            f"prefix_grid, prefix_depth: kv_planes {layout.strategy.name} with noise "
+            f"{manifest.noise_mode} has no prefix cache; leave both at their defaults"
+        )
     if config.prefix_grid is not None and config.prefix_grid % layout.page_size:
         raise EngineError(
             f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
@@ -144,5 +150,5 @@ def _num_units(manifest: Manifest, config: EngineConfig, limits: BuildLimits) ->
             )
         return num_units
     sequence_units = layout.num_pages(limits.max_seq_len) * page_units
-    affordable = max(_DEFAULT_KV_BYTES // layout.unit_bytes, sequence_units)
+    affordable = max(_DEFAULT_KV_BYTES // layout.unit_bytes, page_units)
     return min(limits.max_batch_size * sequence_units, affordable) + 1

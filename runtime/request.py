@@ -36,9 +36,26 @@ class FinishReason(StrEnum):
     ABORT = "abort"
 
 
+class LogprobsMode(StrEnum):
+    """Of what log-probabilities are reported."""
+
+    RAW = "raw"  # float32 log-softmax of the model's logits, unmodified
+    PROCESSED = "processed"  # the distribution that the token is drawn from
+
+
 @dataclass(frozen=True)
 class SamplerParams:
-    """What the sampler needs of a request; temperature 0 is greedy, seed is always set."""
+    """What the sampler needs of a request; temperature 0 is greedy, seed is always set.
+
+    Attributes:
+        prompt_logprobs, logprobs: most likely tokens to report beside the one at a position
+            of the prompt or the answer; None reports nothing.
+        repetition_penalty: on tokens of prompt and answer; presence_penalty and
+            frequency_penalty: on tokens of the answer.
+        min_tokens: tokens before any of `end_ids` may come.
+        bad_words: token sequences that are never completed.
+        embedding_bias: [vocab] little-endian float32, added to the logits.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
@@ -46,6 +63,21 @@ class SamplerParams:
     min_p: float = 0.0
     seed: int = 0
     prompt_logprobs: int | None = None
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = LogprobsMode.RAW
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    end_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    embedding_bias: bytes | None = None
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether earlier tokens change a token's logit."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1.0, 0.0, 0.0)
 
 
 class ExitRule(StrEnum):

@@ -39,7 +39,8 @@ class SchedulerConfig:
         max_waiting: requests in the waiting queue at most, preempted ones not counted.
         enable_prefix_cache: whether finished pages are shared.
         prefix_at_least: share pages deeper than asked.
-        prefix_grid: tokens; chunks and hits end at its multiples.
+        prefix_grid: tokens; chunks and hits end at its multiples; then max_num_tokens must
+            leave room for a whole chunk beside the other requests' rows.
         recomputable: False where KV depends on the chunk schedule: then all pages are
             reserved at admission, and there is neither preemption nor a prefix cache.
     """
@@ -85,10 +86,12 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         grid = config.prefix_grid
-        if config.max_num_tokens < max(config.max_batch_size, grid or 0):
+        least = config.max_batch_size + (grid or 1) - 1
+        if config.max_num_tokens < least:
             raise EngineError(
-                f"max_num_tokens: expected at least max_batch_size ({config.max_batch_size}) and "
-                f"prefix_grid ({grid}), got {config.max_num_tokens}"
+                f"max_num_tokens: expected at least {least}, so that max_batch_size "
+                f"{config.max_batch_size} requests fit a step and all but one leave room for a "
+                f"chunk of prefix_grid {grid}, got {config.max_num_tokens}"
             )
         self.config = config
         self.slots = Slots(config.max_batch_size, config.max_seq_len)
@@ -107,7 +110,7 @@ class Scheduler:
         self._fork_copies: list[tuple[int, int, int, int, int]] = []
         self._in_flight: StepPlan | None = None
         self._aborted_in_flight: list[Request] = []
-        self._num_arrived = self._num_steps = 0
+        self._num_arrived = 0
         self._num_preemptions = self._num_prompt_tokens = self._num_hit_tokens = 0
 
     # ---- requests in and out
@@ -194,7 +197,6 @@ class Scheduler:
                 raise InvariantError("requests wait, nothing runs and none can be admitted")
             return None
         self._in_flight = self._plan(decodes, chunks)
-        self._num_steps += 1
         return self._in_flight
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
@@ -357,14 +359,14 @@ class Scheduler:
         self, request: Request, shared: list[Page], num_cached: int, num_tokens: int
     ) -> int | None:
         """Give a waiting request a slot, shared pages and room for `num_tokens`, or nothing."""
+        if not self.config.recomputable:
+            num_tokens = min(request.max_total_tokens, self.config.max_seq_len)
+        if not self.kv.has_room(request, shared, num_tokens):
+            return None
         slot = self.slots.take(request)
         self.kv.share(slot, shared)
-        if not self.config.recomputable:
-            num_tokens = int(self.slots.limit[slot])
         if not self.kv.grow(slot, num_tokens):
-            self.kv.release(slot)
-            self.slots.free(slot)
-            return None
+            raise InvariantError("a request that had room did not get it")
         self._num_waiting -= request.num_preemptions == 0
         request.state = RequestState.RUNNING
         self._slot_starts.append(
@@ -400,7 +402,6 @@ class Scheduler:
         sample_slots = seq_slots[is_last].astype(np.int32)
         slot_starts, self._slot_starts = self._slot_starts, []
         return StepPlan(
-            step_id=self._num_steps,
             input_ids=slots.token_ids[row_slots, positions],
             positions=positions,
             depths=slots.depths[row_slots, positions].astype(np.int32),

@@ -107,7 +107,6 @@ class StepPlan:
     """One step: prelude over all rows, loop k over rows deeper than k, coda over all rows.
 
     Attributes:
-        step_id: counts up from 0.
         input_ids: [num_rows] token ids.
         positions: [num_rows] token positions in their sequences.
         depths: [num_rows] loops each row runs, at least 1.
@@ -126,7 +125,6 @@ class StepPlan:
         copies: plane copies of this step.
     """
 
-    step_id: int
     input_ids: Int32Array
     positions: Int32Array
     depths: Int32Array

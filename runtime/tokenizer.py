@@ -59,14 +59,18 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids[: len(ids) - self._num_tail] if add_special_tokens and self._num_tail else ids
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
-    def is_visible(self, token_id: int) -> bool:
-        """Whether a token takes part in the text: neither special nor beyond the vocabulary."""
-        return token_id not in self._special and self._tokenizer.id_to_token(token_id) is not None
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token stands for something else than text."""
+        return token_id in self._special
+
+    def is_known(self, token_id: int) -> bool:
+        """Whether a token is in the vocabulary, which can be smaller than the model's."""
+        return self._tokenizer.id_to_token(token_id) is not None
 
     def _count_tail(self) -> int:
         """Tokens that the tokenizer's file puts behind every text (Huginn: an end token)."""

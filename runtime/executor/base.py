@@ -37,6 +37,7 @@ class Executor(ABC):
         self.manifest = manifest
         self.num_units = num_units
         self.sampler = Sampler(max_slots)
+        self._planes: dict[int, torch.Tensor] = {}
         self._exit_params = [ExitParams()] * max_slots
 
     @abstractmethod
@@ -140,7 +141,10 @@ class Executor(ABC):
         }
 
     def _plane(self, plane: int) -> torch.Tensor:
-        return self.to_device(np.array([plane], np.int32))
+        """[1] int32 on the device, staged once for each plane."""
+        if plane not in self._planes:
+            self._planes[plane] = self.to_device(np.array([plane], np.int32))
+        return self._planes[plane]
 
     def _copy(self, copies: PlaneCopies | None) -> None:
         if copies is not None:

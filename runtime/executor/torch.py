@@ -49,7 +49,8 @@ class TorchExecutor(Executor):
         layout = manifest.layout
         self._model = load_model(engine_dir, manifest)
         self._phases = {name: getattr(self._model, name) for name in manifest.phases}
-        self.pool = torch.zeros(num_units * layout.unit_bytes, dtype=torch.uint8)
+        # NumPy's zeros are untouched memory: units take up RAM when they are first written.
+        self.pool = torch.from_numpy(np.zeros(num_units * layout.unit_bytes, np.uint8))
         self._dtype = getattr(torch, manifest.dtype)
         self._table = torch.zeros(
             (max_slots, layout.num_rows, layout.num_pages(max_seq_len)), dtype=torch.int32

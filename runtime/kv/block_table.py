@@ -23,31 +23,18 @@ class BlockTable:
         self.units: NDArray[np.int32] = np.full(
             (max_slots, layout.num_rows, max_pages), NULL_UNIT, np.int32
         )
-        self._slots: list[int] = []
-        self._pages: list[int] = []
-        self._columns: list[tuple[int, ...]] = []
+        self._changed: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def set_page(self, slot: int, page_idx: int, page: Page) -> None:
         """Point a sequence's page at its units; shallower pages alias their last plane."""
         units = page.units
         column = units + units[-1:] * (self.num_rows - len(units))
         self.units[slot, :, page_idx] = column
-        self._slots.append(slot)
-        self._pages.append(page_idx)
-        self._columns.append(column)
+        self._changed[slot, page_idx] = column
 
     def take_updates(self) -> TableUpdates:
-        """Columns changed since the last call, in order."""
-        if not self._slots:
-            return self._no_updates()
-        updates = TableUpdates(
-            np.array(self._slots, np.int32),
-            np.array(self._pages, np.int32),
-            np.array(self._columns, np.int32),
-        )
-        self._slots, self._pages, self._columns = [], [], []
-        return updates
-
-    def _no_updates(self) -> TableUpdates:
-        empty = np.empty(0, np.int32)
-        return TableUpdates(empty, empty, np.empty((0, self.num_rows), np.int32))
+        """Columns changed since the last call, each once."""
+        changed, self._changed = self._changed, {}
+        places = np.array(list(changed), np.int32).reshape(-1, 2)
+        columns = np.array(list(changed.values()), np.int32).reshape(-1, self.num_rows)
+        return TableUpdates(places[:, 0].copy(), places[:, 1].copy(), columns)

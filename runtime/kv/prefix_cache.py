@@ -55,6 +55,8 @@ def page_key(
 
 
 def _run_lengths(depths: NDArray[np.int16]) -> bytes:
+    if (depths == depths[0]).all():
+        return struct.pack("<2i", depths[0], len(depths))
     starts = np.flatnonzero(np.diff(depths, prepend=-1))
     lengths = np.diff(starts, append=len(depths))
     return np.stack([depths[starts], lengths]).astype("<i4").tobytes()

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from looptrt.kv_layout import PlaneLayout
 from looptrt.runtime.kv.block_table import BlockTable
@@ -98,13 +99,25 @@ class SequenceKv:
             return []
         if not self._policy.enabled or not request.use_prefix_cache:
             return []
+        if self._policy.at_least:
+            request.page_keys.clear()  # chained anew: from the keys of the pages found
         hits: list[Page] = []
         for page_idx in range((len(request.token_ids) - 1) // self.layout.page_size):
             page = self._find_page(request, page_idx)
             if page is None:
                 break
             hits.append(page)
-        return hits[: len(hits) - len(hits) % self._policy.grid_pages]
+        del hits[len(hits) - len(hits) % self._policy.grid_pages :]
+        if self._policy.at_least:
+            del request.page_keys[len(hits) :]
+        return hits
+
+    def has_room(self, request: Request, shared: list[Page], num_tokens: int) -> bool:
+        """Whether pages for `num_tokens` can be had once `shared` is in use; takes nothing."""
+        idle = sum(len(page.units) for page in shared if page.refs == 0)
+        depths = self._page_depths(request, len(shared), self.layout.num_pages(num_tokens))
+        needed = sum(self.layout.units_of_page(depth) for depth in depths)
+        return needed <= self.pool.num_available - idle
 
     def publish(self, slot: int, first_page: int, end_page: int) -> None:
         """Publish the pages first_page..end_page-1, whose units are all written."""
@@ -160,12 +173,22 @@ class SequenceKv:
         self._slots.capacity[slot] += self.layout.page_size
 
     def _page_depth(self, slot: int, page_idx: int) -> int:
-        """Loops of the deepest token that the page will hold."""
+        """Loops of the deepest token that a page of a running request will hold."""
         begin = page_idx * self.layout.page_size
         end = begin + self.layout.page_size
         if end > self._slots.num_tokens[slot]:
             return int(self._slots.loops[slot])
         return int(self._slots.depths[slot, begin:end].max())
+
+    def _page_depths(self, request: Request, first: int, end: int) -> list[int]:
+        """The same for the pages first..end-1 of a waiting request."""
+        size = self.layout.page_size
+        full = min(end, len(request.depths) // size)
+        depths: list[int] = []
+        if full > first:
+            known = request.depths[first * size : full * size]
+            depths = known.reshape(-1, size).max(axis=1).tolist()
+        return depths + [request.loops] * (end - first - len(depths))
 
     def _find_page(self, request: Request, page_idx: int) -> Page | None:
         self._extend_keys(request, request.token_ids, request.depths, page_idx)
@@ -173,26 +196,37 @@ class SequenceKv:
         if page is None and self._policy.at_least:
             page = self.pool.cache.find_by_tokens(request.token_keys[page_idx])
             end = (page_idx + 1) * self.layout.page_size
-            if page is not None and page.context_depth < request.depths[:end].max():
+            if page is None or page.context_depth < request.depths[:end].max():
                 return None
+            assert page.key is not None
+            request.page_keys[page_idx] = page.key  # what follows depends on this page's KV
         return page
 
     def _extend_keys(
         self,
         request: Request,
-        token_ids: np.ndarray[tuple[int], np.dtype[np.int32]],
-        depths: np.ndarray[tuple[int], np.dtype[np.int16]],
+        token_ids: NDArray[np.int32],
+        depths: NDArray[np.int16],
         page_idx: int,
     ) -> None:
         """Extend the chains of keys up to `page_idx`; earlier keys never change."""
+        self._extend(request, request.page_keys, token_ids, depths, page_idx)
+        if self._policy.at_least:
+            self._extend(request, request.token_keys, token_ids, None, page_idx)
+
+    def _extend(
+        self,
+        request: Request,
+        keys: list[bytes],
+        token_ids: NDArray[np.int32],
+        depths: NDArray[np.int16] | None,
+        page_idx: int,
+    ) -> None:
         size = self.layout.page_size
-        for idx in range(len(request.page_keys), page_idx + 1):
-            root = self._identity.root(request.cache_salt, request.noise_seed)
-            tokens = token_ids[idx * size : (idx + 1) * size]
-            parent = request.page_keys[idx - 1] if idx else root
-            request.page_keys.append(
-                page_key(parent, tokens, depths[idx * size : (idx + 1) * size])
-            )
-            if self._policy.at_least:
-                parent = request.token_keys[idx - 1] if idx else root
-                request.token_keys.append(page_key(parent, tokens, None))
+        for idx in range(len(keys), page_idx + 1):
+            page = slice(idx * size, (idx + 1) * size)
+            parent = keys[-1] if keys else self._root(request)
+            keys.append(page_key(parent, token_ids[page], None if depths is None else depths[page]))
+
+    def _root(self, request: Request) -> bytes:
+        return self._identity.root(request.cache_salt, request.noise_seed)

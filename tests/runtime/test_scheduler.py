@@ -107,7 +107,7 @@ def test_a_page_of_prompt_depth_serves_every_deeper_answer() -> None:
 
 def test_at_least_shares_deeper_pages_and_exact_does_not() -> None:
     for at_least, expected in [(True, 16), (False, 0)]:
-        shared = engine(prefix_at_least=at_least, exact=not at_least)
+        shared = engine(prefix_at_least=at_least)
         shared.add(request(0, [4] * 20, loops=3))
         shared.drain()
         shared.add(request(1, [4] * 20, loops=3, prefill_loops=1))
@@ -122,7 +122,7 @@ def test_at_least_shares_deeper_pages_and_exact_does_not() -> None:
 
 
 def test_shared_pages_too_deep_for_the_pool_are_given_up() -> None:
-    shared = engine(num_units=29, prefix_at_least=True, exact=False)
+    shared = engine(num_units=29, prefix_at_least=True)
     prompt = [i % 5 for i in range(24)]
     shared.add(request(0, prompt, 1, loops=3))
     shared.drain()
@@ -228,7 +228,7 @@ def test_priority_runs_first_and_is_preempted_last() -> None:
 
 
 def test_ring_strategies_reserve_everything_at_admission() -> None:
-    ring = engine(strategy="compress-s4", num_units=31, recomputable=False, exact=False)
+    ring = engine(strategy="compress-s4", num_units=31, recomputable=False)
     for request_id in range(3):
         ring.add(request(request_id, [request_id] * 9, 8))
     ring.step()
@@ -311,6 +311,124 @@ def test_impossible_requests_are_refused_at_the_border(bad: object, match: str) 
     one.add(request(7, [1, 2], 2))
     one.drain()
     assert one.tokens[7] == answer([1, 2], 2)
+
+
+def test_the_page_unused_for_longest_goes_first_and_ends_before_beginnings() -> None:
+    shared = engine(num_units=61, max_batch_size=1)
+    for request_id, token in enumerate([1, 2]):
+        shared.add(request(request_id, [token] * 17, 1))  # 4 full pages of 4 units each
+        shared.drain()
+    shared.add(request(2, [1] * 17, 1))  # uses the first prompt's pages again
+    shared.drain()
+    assert shared.finished[2].num_cached_tokens == 16
+    # 7 of 15 pages are free: 8 new ones cost the second prompt's last page, no other.
+    shared.add(request(3, [3] * 29, 1))
+    shared.drain()
+    cached = []
+    for request_id, token in [(4, 1), (5, 2)]:
+        shared.add(request(request_id, [token] * 17, 1))
+        shared.drain()
+        cached.append(shared.finished[request_id].num_cached_tokens)
+    assert cached == [16, 12]
+
+
+def test_a_blocked_request_leaves_the_cache_alone() -> None:
+    tight = engine(num_units=27, max_batch_size=2)
+    tight.add(request(0, [1] * 9, 1))
+    tight.drain()
+    tight.add(request(1, [2] * 9, 8))
+    tight.step()
+    tight.add(request(2, [3] * 16, 4))  # needs 16 units at once: 6 are free and 8 cached
+    for _ in range(3):
+        tight.step()
+        stats = tight.scheduler.stats()
+        assert (stats.num_running, stats.num_cached_units, stats.num_evictions) == (1, 8, 0)
+    tight.drain()
+    assert tight.tokens[2] == answer([3] * 16, 4)
+
+
+def test_preempted_requests_do_not_fill_the_queue() -> None:
+    tight = engine(num_units=45, max_waiting=3, enable_prefix_cache=False)
+    for round_idx in range(6):
+        for i in range(3):
+            tight.add(request(10 * round_idx + i, [i] * 12, 20))
+        tight.drain()
+    assert sum(done.num_preemptions for done in tight.finished.values()) > 6
+
+
+def test_stop_ids_of_the_slot_s_last_request_are_gone() -> None:
+    one = engine(max_batch_size=1)
+    expected = answer([3, 1, 4], 6)
+    one.add(request(0, [9], 1, stop_token_ids=(50, *expected)))
+    one.add(request(1, [3, 1, 4], 6, stop_token_ids=(50,)))
+    one.drain()
+    assert one.tokens[1] == expected
+
+
+def test_hits_are_counted_once_a_request() -> None:
+    tight = engine(num_units=45)
+    for request_id in range(3):
+        tight.add(request(request_id, [request_id] * 12, 20))
+    tight.drain()
+    assert sum(done.num_preemptions for done in tight.finished.values()) > 0
+    stats = tight.scheduler.stats()
+    assert (stats.num_prompt_tokens, stats.num_hit_tokens) == (36, 0)
+
+
+def test_noise_seeds_separate_pages_only_where_noise_is_drawn() -> None:
+    for uses_noise, cached in [(True, 0), (False, 16)]:
+        shared = engine(uses_noise=uses_noise)
+        if not uses_noise:
+            shared.executor.check = "written"  # tags carry the seed
+        for request_id in range(2):
+            shared.add(request(request_id, [1] * 17, 1, noise_seed=request_id))
+            shared.drain()
+        assert shared.finished[1].num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("other", [{"cache_salt": b"X"}, {"noise_seed": 1}])
+def test_at_least_keeps_salts_and_seeds_apart(other: dict[str, object]) -> None:
+    shared = engine(prefix_at_least=True)
+    shared.add(request(0, [5] * 20))
+    shared.drain()
+    shared.add(request(1, [5] * 20, prefill_loops=1, **other))
+    shared.drain()
+    assert shared.finished[1].num_cached_tokens == 0
+
+
+def test_pages_after_a_deeper_hit_are_not_found_as_the_request_s_own() -> None:
+    """Their KV was computed over a deeper context: the exact key would lie."""
+    shared = engine(prefix_at_least=True, num_units=200)
+    prompt = [i % 7 for i in range(20)]
+    shared.add(request(0, prompt[:9], 1))  # two pages at depth 3
+    shared.drain()
+    shared.add(request(1, prompt, 1, prefill_loops=1))  # hits them, adds two at depth 1
+    shared.drain()
+    assert shared.finished[1].num_cached_tokens == 8
+    kv, fresh = shared.scheduler.kv, request(2, prompt, 1, prefill_loops=1)
+    kv._extend_keys(fresh, fresh.token_ids, fresh.depths, 3)
+    assert [kv.pool.cache.find(key) for key in fresh.page_keys] == [None] * 4
+
+
+def test_the_deepest_page_answers_for_its_tokens() -> None:
+    shared = engine(prefix_at_least=True)
+    for request_id, (prefill_loops, cached) in enumerate([(1, 0), (3, 0), (2, 16)]):
+        shared.add(request(request_id, [4] * 20, prefill_loops=prefill_loops))
+        shared.drain()
+        assert shared.finished[request_id].num_cached_tokens == cached
+
+
+def test_a_grid_chunk_runs_beside_decodes() -> None:
+    with pytest.raises(EngineError, match="at least 11"):
+        engine(prefix_grid=8, max_num_tokens=10)
+    mixed = engine(prefix_grid=8, max_num_tokens=11)
+    for request_id in range(3):
+        mixed.add(request(request_id, [request_id], 30))
+    mixed.step()
+    mixed.add(request(3, [7] * 20, 1))
+    for _ in range(3):
+        mixed.step()
+    assert 3 in mixed.finished
 
 
 def test_length_limit_is_reached_exactly() -> None:

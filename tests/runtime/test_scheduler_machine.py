@@ -23,7 +23,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_units=st.sampled_from([37, 41, 60, 200]),
-        budget=st.sampled_from([4, 7, 16]),
+        budget=st.sampled_from([7, 9, 16]),
         grid=st.sampled_from([None, None, 4]),
         cache=st.sampled_from([True, True, False]),
     )
@@ -39,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         count=st.integers(1, 9),
         depths=st.sampled_from([(3, 3), (3, 1), (3, 2), (1, 1), (2, 2)]),
         salt=st.sampled_from([None, None, b""]),
+        noise_seed=st.sampled_from([0, 0, 1]),
         priority=st.sampled_from([0, 0, 1]),
         num_forks=st.sampled_from([0, 0, 0, 2]),
     )
@@ -48,6 +49,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         count: int,
         depths: tuple[int, int],
         salt: bytes | None,
+        noise_seed: int,
         priority: int,
         num_forks: int,
     ) -> None:
@@ -63,6 +65,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     loops=loops,
                     prefill_loops=prefill_loops,
                     cache_salt=salt,
+                    noise_seed=noise_seed,
                     priority=priority,
                     fork_of=None if request_id == parent else parent,
                 )
@@ -105,18 +108,38 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 class AtLeastMachine(SchedulerMachine):
-    """The same with deeper pages shared, where the pages read are not the request's own."""
+    """The same with deeper pages shared: never shallower ones, never another's context."""
 
     @initialize(num_units=st.sampled_from([37, 41, 60]), budget=st.sampled_from([4, 16]))
     def start(self, num_units: int, budget: int) -> None:  # type: ignore[override]
+        self.kv = engine(num_units=num_units, max_num_tokens=budget, prefix_at_least=True)
+        self.prompts = {}
+        self.aborted = set()
+
+
+class RingMachine(SchedulerMachine):
+    """The same where planes are overwritten: all pages reserved, nothing shared."""
+
+    @initialize(num_units=st.sampled_from([30, 60]), budget=st.sampled_from([4, 16]))
+    def start(self, num_units: int, budget: int) -> None:  # type: ignore[override]
         self.kv = engine(
-            num_units=num_units, max_num_tokens=budget, prefix_at_least=True, exact=False
+            strategy="compress-s4",
+            num_units=num_units,
+            max_num_tokens=budget,
+            recomputable=False,
         )
         self.prompts = {}
         self.aborted = set()
+
+    def teardown(self) -> None:
+        super().teardown()
+        if hasattr(self, "kv"):
+            assert all(done.num_preemptions == 0 for done in self.kv.finished.values())
 
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 TestAtLeast = AtLeastMachine.TestCase
 TestAtLeast.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestRing = RingMachine.TestCase
+TestRing.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

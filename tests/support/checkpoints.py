@@ -1,14 +1,15 @@
 """Tiny random checkpoints in the Hugging Face layout, for tests of everything above them.
 
-`tiny_ouro(tmp_path / "c")` and `tiny_huginn(tmp_path / "c")` write a whole directory and
-return it. Tests of bad input take the parts instead: `ouro_config`, `ouro_tensors`,
-`huginn_config`, `huginn_tensors` and `write_checkpoint`, and change one of them. The same
+`tiny_ouro(tmp_path / "c")`, `tiny_huginn`, `tiny_olmo` and `tiny_llama` write a whole directory
+and return it. Tests of bad input take the parts instead: `ouro_config`, `ouro_tensors`,
+`huginn_config`, …, `write_checkpoint`, and change one of them. The same
 seed gives the same weights. Shapes and names follow models.md, not the product's code.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,73 @@ def huginn_config(**changes: object) -> Config:
     )
 
 
+def olmo_config(**changes: object) -> Config:
+    """config.json of a (2, 3, 1) × 4 recurrent OLMo-2, two query heads a KV head.
+
+    Its keys carry the stale values that the converter leaves behind.
+    """
+    return _changed(_retrofit_config("olmo") | {"norm_eps": 1e-6, "rope_theta": 500000.0}, changes)
+
+
+def llama_config(**changes: object) -> Config:
+    """config.json of a (2, 3, 1) × 4 recurrent Llama, two query heads a KV head."""
+    return _changed(
+        _retrofit_config("llama")
+        | {
+            "norm_eps": 1e-5,
+            "rope_theta": 10000.0,
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+        changes,
+    )
+
+
+def _retrofit_config(name: str) -> Config:
+    return {
+        "architectures": ["RavenForCausalLM"],
+        "auto_map": {
+            "AutoConfig": "raven_config_minimal.RavenConfig",
+            "AutoModelForCausalLM": f"raven_modeling_minimal_{name}.RavenForCausalLM",
+        },
+        "model_type": "huginn_raven",
+        "n_embd": HIDDEN,
+        "n_heads": HEADS,
+        "num_key_value_heads": HEADS // 2,
+        "head_dim": HIDDEN // HEADS,
+        "n_layers": 6,
+        "n_layers_in_prelude": 2,
+        "n_layers_in_recurrent_block": 3,
+        "n_layers_in_coda": 1,
+        "mean_recurrence": 4,
+        "max_position_embeddings": BLOCK_SIZE,
+        "block_size": 4096,
+        "effective_expected_depth": 132,
+        "padding_multiple": 4096,
+        "vocab_size": VOCAB,
+        "padded_vocab_size": VOCAB,
+        "intermediate_size": INTERMEDIATE,
+        "bias": False,
+        "qk_bias": False,
+        "tie_embeddings": False,
+        "tie_word_embeddings": False,
+        "rope_base": 7.0,  # not what rotates
+        "block_class_name": "SandwichBlock",
+        "state_init": "like-init",
+        "initial_state_mode": "random",
+        "injection_type": "linear",
+        # Released models have a std of 0.0087, which hardly shows; embed_scale is theirs.
+        "init_values": {"std": 0.5, "embed_scale": 1.0},
+        "test_time_noise": 0,
+        "torch_dtype": "float32",
+    }
+
+
 def ouro_tensors(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
     """Random weights for an Ouro config (`head_dim` and `num_key_value_heads` are read)."""
     hidden, wide = config["hidden_size"], config["intermediate_size"]
@@ -155,6 +223,55 @@ def huginn_tensors(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.
     tensors = _random(shapes, seed, dtype)
     tensors["freqs_cis"] = _rope_table(config["block_size"], head_dim, config["rope_base"])
     return tensors
+
+
+def olmo_tensors(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Random weights for a recurrent OLMo-2 config, with a head of its own."""
+    head_dim = config.get("head_dim") or config["n_embd"] // config["n_heads"]
+    norms = {
+        "attn.q_norm.weight": (config["n_heads"] * head_dim,),
+        "attn.k_norm.weight": (config["num_key_value_heads"] * head_dim,),
+    }
+    return _random(_retrofit_shapes(config, norms), seed, dtype)
+
+
+def llama_tensors(config: Config, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensors:
+    """Random weights for a recurrent Llama config, with a head of its own."""
+    return _random(_retrofit_shapes(config, {}), seed, dtype)
+
+
+def _retrofit_shapes(
+    config: Config, more: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a retrofitted model, each layer with `more` tensors."""
+    hidden, wide, heads = config["n_embd"], config["intermediate_size"], config["n_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    qkv_rows = (heads + 2 * config["num_key_value_heads"]) * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "transformer.wte.weight": (config["vocab_size"], hidden),
+        "transformer.adapter.weight": (hidden, 2 * hidden),
+        "transformer.ln_f.weight": (hidden,),
+        "lm_head.weight": (config["vocab_size"], hidden),
+    }
+    layer_shapes = {
+        "norm_1.weight": (hidden,),
+        "norm_2.weight": (hidden,),
+        "attn.Wqkv.weight": (qkv_rows, hidden),
+        "attn.proj.weight": (hidden, heads * head_dim),
+        "mlp.fc.weight": (2 * wide, hidden),
+        "mlp.proj.weight": (hidden, wide),
+        **more,
+    }
+    counts = {
+        "prelude": config["n_layers_in_prelude"],
+        "core_block": config["n_layers_in_recurrent_block"],
+        "coda": config["n_layers_in_coda"],
+    }
+    for group, layers in counts.items():
+        for layer in range(layers):
+            prefix = f"transformer.{group}.{layer}."
+            shapes |= {prefix + name: shape for name, shape in layer_shapes.items()}
+    return shapes
 
 
 def write_checkpoint(
@@ -233,6 +350,36 @@ def tiny_huginn(
     )
 
 
+def tiny_olmo(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    **changes: object,
+) -> Path:
+    """Write a tiny random recurrent OLMo-2; `changes` go to its config."""
+    config = olmo_config(torch_dtype=str(dtype).removeprefix("torch."), **changes)
+    return write_checkpoint(
+        directory, config, olmo_tensors(config, seed=seed, dtype=dtype), shards=shards
+    )
+
+
+def tiny_llama(
+    directory: Path,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    **changes: object,
+) -> Path:
+    """Write a tiny random recurrent Llama; `changes` go to its config, which its weights follow."""
+    config = llama_config(torch_dtype=str(dtype).removeprefix("torch."), **changes)
+    return write_checkpoint(
+        directory, config, llama_tensors(config, seed=seed, dtype=dtype), shards=shards
+    )
+
+
 def _changed(config: Config, changes: Mapping[str, object]) -> Config:
     return {name: value for name, value in (config | changes).items() if value is not ...}
 
@@ -254,3 +401,21 @@ def _rope_table(positions: int, head_dim: int, base: float) -> torch.Tensor:
     frequencies = base ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(positions, dtype=torch.float64), frequencies)
     return torch.stack([angles.cos(), angles.sin()], dim=-1).float()[None, :, None]
+
+
+HF_CODE = Path(__file__).with_name("hf_code")
+
+
+def with_remote_code(checkpoint: Path) -> Path:
+    """Add a modelling file of our own to a tiny checkpoint, and the `auto_map` that names it."""
+    path = checkpoint / "config.json"
+    config = json.loads(path.read_text())
+    is_ouro = config["architectures"] == ["OuroForCausalLM"]
+    stem, prefix = ("modeling_tiny_ouro", "Ouro") if is_ouro else ("modeling_tiny_huginn", "Raven")
+    shutil.copyfile(HF_CODE / f"{stem}.py", checkpoint / f"{stem}.py")
+    config["auto_map"] = {
+        "AutoConfig": f"{stem}.{prefix}Config",
+        "AutoModelForCausalLM": f"{stem}.{prefix}ForCausalLM",
+    }
+    path.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    return checkpoint

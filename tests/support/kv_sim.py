@@ -4,11 +4,15 @@ Memory holds, for each unit and token index, a tag saying which token, in which 
 which loop wrote it. A step replays the plan's writes, copies and reads, and fails when a
 query at loop k would not see, for each earlier token, the deepest plane that token reached
 up to k. The next token is a hash of the context, so equal contexts give equal answers.
+
+Where deeper pages may be shared (`at_least`), depths may differ from the request's own, but
+tokens, salt and noise seed may not, and no plane may be shallower than asked.
 """
 
 from __future__ import annotations
 
 import hashlib
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -17,8 +21,15 @@ from looptrt.runtime.batch import loop_rows
 from looptrt.runtime.scheduler import Scheduler
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult
 
-Tag = tuple[bytes, int]
 BOUNDARY = -1
+
+
+class Tag(NamedTuple):
+    """What wrote a token's KV: tokens, salt and seed; the depths of the context; the loop."""
+
+    context: bytes
+    depths: bytes
+    loop: int
 
 
 def next_token(token_ids: list[int], vocab: int) -> int:
@@ -27,26 +38,26 @@ def next_token(token_ids: list[int], vocab: int) -> int:
     return digest[0] % vocab
 
 
-def context_tag(token_ids: np.ndarray, depths: np.ndarray, salt: bytes | None) -> bytes:
-    """Names everything that the KV of the last of these tokens depends on."""
-    tokens = np.asarray(token_ids, np.int32).tobytes()
-    return hashlib.sha256(repr((tokens, list(depths), salt)).encode()).digest()
-
-
 class SimExecutor:
     """Replays plans over tagged memory.
 
     Args:
         scheduler: whose slots say which tokens are known.
         layout: geometry of units and planes.
-        exact: check the tags of what is read, not only that it was written.
+        check: what the tags read must be: `exact`, `at_least` as deep, or anything
+            `written` (where planes are overwritten on purpose).
     """
 
     def __init__(
-        self, scheduler: Scheduler, layout: PlaneLayout, *, vocab: int, exact: bool = True
+        self,
+        scheduler: Scheduler,
+        layout: PlaneLayout,
+        *,
+        vocab: int,
+        check: Literal["exact", "at_least", "written"] = "exact",
     ) -> None:
         slots, pages = len(scheduler.slots.requests), scheduler.kv.table.units.shape[2]
-        self.scheduler, self.layout, self.vocab, self.exact = scheduler, layout, vocab, exact
+        self.scheduler, self.layout, self.vocab, self.check = scheduler, layout, vocab, check
         self.table = np.zeros((slots, layout.num_rows, pages), np.int32)
         self.memory: dict[tuple[int, int], Tag] = {}
         self.rows_run = 0
@@ -86,12 +97,14 @@ class SimExecutor:
         assert unit > 0, "a live token points at the null unit"
         return unit, position % self.layout.page_size
 
-    def _tag(self, slot: int, position: int) -> bytes:
-        slots = self.scheduler.slots
-        return context_tag(
-            slots.token_ids[slot, : position + 1],
-            slots.depths[slot, : position + 1],
-            slots.request(slot).cache_salt,
+    def _tag(self, slot: int, position: int, loop: int) -> Tag:
+        slots, end = self.scheduler.slots, position + 1
+        request = slots.request(slot)
+        context = (slots.token_ids[slot, :end].tolist(), request.cache_salt, request.noise_seed)
+        return Tag(
+            hashlib.sha256(repr(context).encode()).digest(),
+            slots.depths[slot, :end].tobytes(),
+            loop,
         )
 
     def _write(
@@ -99,21 +112,27 @@ class SimExecutor:
     ) -> None:
         for index in rows.tolist():
             slot, position = int(row_slots[index]), int(plan.positions[index])
-            self.memory[self._place(slot, row, position)] = (self._tag(slot, position), loop)
+            self.memory[self._place(slot, row, position)] = self._tag(slot, position, loop)
 
     def _read(
         self, plan: StepPlan, row_slots: np.ndarray, rows: np.ndarray, row: int, loop: int
     ) -> None:
-        depths = self.scheduler.slots.depths
         last = {int(row_slots[i]): int(plan.positions[i]) for i in rows.tolist()}
         for slot, position in last.items():
             for earlier in range(position + 1):
-                tag, written_at = self.memory[self._place(slot, row, earlier)]
-                if not self.exact:
-                    continue
-                assert tag == self._tag(slot, earlier), "a query reads another context's KV"
-                expected = BOUNDARY if loop == BOUNDARY else min(loop, depths[slot, earlier] - 1)
-                assert written_at == expected, "a query reads the wrong plane"
+                self._check_read(slot, row, earlier, loop)
+
+    def _check_read(self, slot: int, row: int, position: int, loop: int) -> None:
+        found = self.memory[self._place(slot, row, position)]
+        if self.check == "written":
+            return
+        depth = int(self.scheduler.slots.depths[slot, position])
+        wanted = self._tag(slot, position, loop if loop == BOUNDARY else min(loop, depth - 1))
+        assert found.context == wanted.context, "a query reads another context's KV"
+        if self.check == "exact":
+            assert found == wanted, "a query reads the wrong plane or depths"
+        else:
+            assert wanted.loop <= found.loop <= loop, "a query reads a plane too shallow"
 
     def _copy(self, copies: PlaneCopies, begin: int, end: int | None) -> None:
         for i in range(len(copies.before_loop)):

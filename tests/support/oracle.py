@@ -1,13 +1,15 @@
-"""Dense float32 recompute of Ouro and Huginn: what the engine's answers are held against.
+"""Dense recompute of every family: what the engine's answers are held against.
 
 Plain torch functions over a checkpoint's tensors by their Hugging Face names, written from
 the models' description alone: no cache, no pages, nothing of looptrt is imported. Invariant:
 a token's logits depend on the tokens up to it, their depths and their initial states.
+In float32 it is the oracle; in bfloat16 it rounds where the references do.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,25 +37,43 @@ class Sizes:
     coda: int
     eps: float
     rope_base: float
+    embedding_scale: float = 1.0
+    state_mode: str = "random"
+    rope_scaling: dict[str, Any] | None = None
 
 
 class DenseOracle:
-    """One checkpoint, evaluated densely; `family` is "ouro" or "huginn"."""
+    """One checkpoint, evaluated densely.
 
-    def __init__(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        architecture = config["architectures"][0]
-        self.family = {"OuroForCausalLM": "ouro", "RavenForCausalLM": "huginn"}[architecture]
-        self.sizes = _ouro_sizes(config) if self.family == "ouro" else _huginn_sizes(config)
-        self.tensors = {name: tensor.float() for name, tensor in tensors.items()}
+    Args:
+        config: config.json.
+        tensors: the checkpoint's tensors.
+        dtype: of weights and activations.
+
+    Attributes:
+        family: "ouro", "huginn", "olmo" or "llama", the last two the retrofitted ones.
+    """
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        tensors: dict[str, Tensor],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.family = _family(config, tensors)
+        sizes = {"ouro": _ouro_sizes, "huginn": _huginn_sizes}.get(self.family, _retrofit_sizes)
+        self.sizes = sizes(config)
+        self.dtype = dtype
+        self.tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
     @staticmethod
-    def from_checkpoint(directory: Path | str) -> DenseOracle:
+    def from_checkpoint(directory: Path | str, dtype: torch.dtype = torch.float32) -> DenseOracle:
         """Read config.json and every safetensors file of a Hugging Face directory."""
         directory = Path(directory)
         tensors: dict[str, Tensor] = {}
         for path in sorted(directory.glob("*.safetensors")):
             tensors.update(load_file(path))
-        return DenseOracle(json.loads((directory / "config.json").read_text()), tensors)
+        return DenseOracle(json.loads((directory / "config.json").read_text()), tensors, dtype)
 
     @torch.no_grad()
     def logits(
@@ -67,7 +87,8 @@ class DenseOracle:
         Args:
             token_ids: [T] the whole sequence.
             depths: [T] loops of each token, at least 1.
-            noise: [T, H] initial states as they enter the first loop (Huginn), None for 0.
+            noise: [T, H] initial states as they enter the first loop, None for 0; for
+                models that start from noise.
 
         Returns:
             [T, V] float32.
@@ -79,7 +100,10 @@ class DenseOracle:
         num_loops = int(depth.max())
         shape = (num_loops, num_tokens, self.sizes.kv_heads, self.sizes.head_dim)
         # history[layer] = (K, V), each [loop, token, kv head, channel]
-        history = [(torch.zeros(shape), torch.zeros(shape)) for _ in range(self.sizes.core)]
+        history = [
+            (torch.zeros(shape, dtype=self.dtype), torch.zeros(shape, dtype=self.dtype))
+            for _ in range(self.sizes.core)
+        ]
         for loop in range(num_loops):
             rows = positions[depth > loop]
             deepest = torch.clamp(depth - 1, max=loop)
@@ -94,7 +118,7 @@ class DenseOracle:
 
                 return attend
 
-            state[rows] = self._core(state[rows], injected[rows], rows, attend_in)
+            state[rows] = self._core(state[rows], injected[rows], rows, attend_in, loop)
         return self._coda(state, positions)
 
     @torch.no_grad()
@@ -129,7 +153,8 @@ class DenseOracle:
         state = self._initial_state(injected, noise)
         # planes[K or V, plane, layer, token, kv head, channel]
         planes = torch.zeros(
-            2, ring, self.sizes.core, num_tokens, self.sizes.kv_heads, self.sizes.head_dim
+            (2, ring, self.sizes.core, num_tokens, self.sizes.kv_heads, self.sizes.head_dim),
+            dtype=self.dtype,
         )
         for start, end in chunks:
             chunk = torch.arange(start, end)
@@ -147,7 +172,7 @@ class DenseOracle:
 
                     return attend
 
-                state[rows] = self._core(state[rows], injected[rows], rows, attend_in)
+                state[rows] = self._core(state[rows], injected[rows], rows, attend_in, loop)
             for token in chunk.tolist():
                 stop = depths[token]
                 if stop < ring:
@@ -188,19 +213,24 @@ class DenseOracle:
         ids, positions = torch.tensor(token_ids), torch.arange(len(token_ids))
         if self.family == "ouro":
             return self.tensors["model.embed_tokens.weight"][ids]
-        hidden = self.tensors["transformer.wte.weight"][ids] * self.sizes.hidden**0.5
+        hidden = self.tensors["transformer.wte.weight"][ids] * self.sizes.embedding_scale
         for layer in range(self.sizes.prelude):
             name = f"transformer.prelude.{layer}"
-            hidden = self._huginn_block(name, hidden, positions, _causal(positions))
+            hidden = self._block(name, hidden, positions, _causal(positions))
         return hidden
 
     def _initial_state(self, injected: Tensor, noise: Tensor | None) -> Tensor:
-        if self.family == "ouro":
+        if self.family == "ouro" or self.sizes.state_mode != "random":
             return injected.clone()
-        return torch.zeros_like(injected) if noise is None else noise.float().clone()
+        return torch.zeros_like(injected) if noise is None else noise.to(self.dtype).clone()
 
     def _core(
-        self, state: Tensor, injected: Tensor, rows: Tensor, attend_in: Callable[[int], Attend]
+        self,
+        state: Tensor,
+        injected: Tensor,
+        rows: Tensor,
+        attend_in: Callable[[int], Attend],
+        loop: int,
     ) -> Tensor:
         """One loop over the rows at work; `attend_in(layer)` attends in a core layer."""
         if self.family == "ouro":
@@ -208,22 +238,32 @@ class DenseOracle:
                 name = f"model.layers.{layer}"
                 state = self._ouro_block(name, state, rows, attend_in(layer))
             return self._norm(state, "model.norm")
-        state = self._linear(torch.cat([state, injected], dim=-1), "transformer.adapter")
+        if loop == 0 and self.sizes.state_mode == "skip-adapter":
+            state = injected
+        else:
+            state = self._linear(torch.cat([state, injected], dim=-1), "transformer.adapter")
         for layer in range(self.sizes.core):
             name = f"transformer.core_block.{layer}"
-            state = self._huginn_block(name, state, rows, attend_in(layer))
+            state = self._block(name, state, rows, attend_in(layer))
         return state
 
     def _coda(self, state: Tensor, positions: Tensor) -> Tensor:
-        """Coda layers, norms and head on every token's last state: [T, V]."""
+        """Coda layers, norms and head on every token's last state: [T, V] float32."""
         if self.family == "ouro":
             head = self.tensors.get("lm_head.weight", self.tensors["model.embed_tokens.weight"])
-            return linear(state, head)
-        state = self._norm(state, "transformer.ln_f")
+            return linear(state, head).float()
+        if self.family == "huginn":
+            state = self._norm(state, "transformer.ln_f")
         for layer in range(self.sizes.coda):
             name = f"transformer.coda.{layer}"
-            state = self._huginn_block(name, state, positions, _causal(positions))
-        return linear(self._norm(state, "transformer.ln_f"), self.tensors["transformer.wte.weight"])
+            state = self._block(name, state, positions, _causal(positions))
+        head = self.tensors.get("lm_head.weight", self.tensors["transformer.wte.weight"])
+        return linear(self._norm(state, "transformer.ln_f"), head).float()
+
+    def _block(self, name: str, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        """One layer of a Raven variant."""
+        block = {"huginn": self._huginn_block, "olmo": self._olmo_block, "llama": self._llama_block}
+        return block[self.family](name, x, rows, attend)
 
     def _ouro_block(self, name: str, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
         normed = self._norm(x, f"{name}.input_layernorm")
@@ -233,8 +273,7 @@ class DenseOracle:
             )
             for part in "qkv"
         )
-        angles = self._angles(rows)
-        attended = attend(_rotate_halves(q, angles), _rotate_halves(k, angles), v)
+        attended = attend(self._turn(q, rows), self._turn(k, rows), v)
         attended = self._linear(attended, f"{name}.self_attn.o_proj")
         x = x + self._norm(attended, f"{name}.input_layernorm_2")
         normed = self._norm(x, f"{name}.post_attention_layernorm")
@@ -244,29 +283,67 @@ class DenseOracle:
         return x + self._norm(down, f"{name}.post_attention_layernorm_2")
 
     def _huginn_block(self, name: str, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-        heads, kv_heads = self.sizes.heads, self.sizes.kv_heads
-        qkv = self._linear(self._norm(x, f"{name}.norm_1"), f"{name}.attn.Wqkv")
-        q, k, v = qkv.unflatten(-1, (-1, self.sizes.head_dim)).split(
-            [heads, kv_heads, kv_heads], dim=-2
-        )
+        q, k, v = self._qkv(self._norm(x, f"{name}.norm_1"), name)
         bias = self.tensors[f"{name}.attn.qk_bias"]
-        angles = self._angles(rows)
-        q, k = _rotate_pairs(q + bias[0], angles), _rotate_pairs(k + bias[1], angles)
-        x = self._norm(x + self._linear(attend(q, k, v), f"{name}.attn.proj"), f"{name}.norm_2")
-        gate, up = self._linear(self._norm(x, f"{name}.norm_3"), f"{name}.mlp.fc").chunk(2, -1)
-        return self._norm(x + self._linear(silu(gate) * up, f"{name}.mlp.proj"), f"{name}.norm_4")
+        attended = self._attend(name, q + bias[0], k + bias[1], v, rows, attend)
+        x = self._norm(x + attended, f"{name}.norm_2")
+        return self._norm(x + self._mlp(self._norm(x, f"{name}.norm_3"), name), f"{name}.norm_4")
+
+    def _olmo_block(self, name: str, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self._qkv(x, name)
+        q, k = (
+            self._norm(part.flatten(1), f"{name}.attn.{letter}_norm").view_as(part)
+            for part, letter in ((q, "q"), (k, "k"))
+        )
+        x = x + self._norm(self._attend(name, q, k, v, rows, attend), f"{name}.norm_1")
+        return x + self._norm(self._mlp(x, name), f"{name}.norm_2")
+
+    def _llama_block(self, name: str, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+        q, k, v = self._qkv(self._norm(x, f"{name}.norm_1"), name)
+        x = x + self._attend(name, q, k, v, rows, attend)
+        return x + self._mlp(self._norm(x, f"{name}.norm_2"), name)
+
+    def _qkv(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a Raven layer, each [rows, its heads, head_dim]."""
+        heads, kv_heads = self.sizes.heads, self.sizes.kv_heads
+        qkv = self._linear(x, f"{name}.attn.Wqkv").unflatten(-1, (-1, self.sizes.head_dim))
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=-2)
+        return q, k, v
+
+    def _attend(
+        self, name: str, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, attend: Attend
+    ) -> Tensor:
+        attended = attend(self._turn(q, rows), self._turn(k, rows), v)
+        return self._linear(attended, f"{name}.attn.proj")
+
+    def _mlp(self, x: Tensor, name: str) -> Tensor:
+        gate, up = self._linear(x, f"{name}.mlp.fc").chunk(2, -1)
+        return self._linear(silu(gate) * up, f"{name}.mlp.proj")
 
     def _linear(self, x: Tensor, name: str) -> Tensor:
         return linear(x, self.tensors[f"{name}.weight"])
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.sizes.eps)
-        return x * scale * self.tensors[f"{name}.weight"]
+        wide = x.float()
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.sizes.eps)
+        return (wide * scale).to(x.dtype) * self.tensors[f"{name}.weight"]
+
+    def _turn(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Rotary embedding of [rows, heads, head_dim]: in float32, or in the model dtype."""
+        angles = self._angles(rows)
+        cos, sin = angles.cos(), angles.sin()
+        if self.family in ("ouro", "llama"):
+            return _rotate_halves(x, cos.to(x.dtype), sin.to(x.dtype))
+        rotate = _rotate_pairs if self.family == "huginn" else _rotate_halves
+        return rotate(x.float(), cos, sin).to(x.dtype)
 
     def _angles(self, positions: Tensor) -> Tensor:
         """[rows, 1, head_dim / 2] rotation angles, computed as the references do."""
         exponent = torch.arange(0, self.sizes.head_dim, 2).float() / self.sizes.head_dim
-        return torch.outer(positions.float(), 1.0 / self.sizes.rope_base**exponent)[:, None]
+        frequencies = 1.0 / self.sizes.rope_base**exponent
+        if self.sizes.rope_scaling is not None:
+            frequencies = _scaled(frequencies, self.sizes.rope_scaling)
+        return torch.outer(positions.float(), frequencies)[:, None]
 
 
 def depth_plan(
@@ -275,6 +352,29 @@ def depth_plan(
     """[num_tokens] depths: P for the prompt but its last token, S from there on."""
     prefill = loops if prefill_loops is None else prefill_loops
     return [prefill if position < num_prompt - 1 else loops for position in range(num_tokens)]
+
+
+def _family(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    if config["architectures"] == ["OuroForCausalLM"]:
+        return "ouro"
+    if "transformer.core_block.0.norm_3.weight" in tensors:
+        return "huginn"
+    return "olmo" if "transformer.core_block.0.attn.q_norm.weight" in tensors else "llama"
+
+
+def _scaled(frequencies: Tensor, scaling: dict[str, Any]) -> Tensor:
+    """Rotations per position, stretched one by one as Llama 3 does, or all by one factor."""
+    kind, factor = scaling["rope_type"], scaling["factor"]
+    if kind == "linear":
+        return frequencies / factor
+    assert kind == "llama3"
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    stretched = []
+    for frequency in frequencies.tolist():
+        turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        stretched.append(frequency * (kept + (1 - kept) / factor))
+    return torch.tensor(stretched)
 
 
 def _ouro_sizes(config: dict[str, Any]) -> Sizes:
@@ -304,6 +404,24 @@ def _huginn_sizes(config: dict[str, Any]) -> Sizes:
         coda=config["n_layers_in_coda"],
         eps=config["norm_eps"],
         rope_base=config.get("rope_base", 50000.0),
+        embedding_scale=config["n_embd"] ** 0.5,
+    )
+
+
+def _retrofit_sizes(config: dict[str, Any]) -> Sizes:
+    return Sizes(
+        hidden=config["n_embd"],
+        heads=config["n_heads"],
+        kv_heads=config["num_key_value_heads"],
+        head_dim=config.get("head_dim") or config["n_embd"] // config["n_heads"],
+        prelude=config["n_layers_in_prelude"],
+        core=config["n_layers_in_recurrent_block"],
+        coda=config["n_layers_in_coda"],
+        eps=config["norm_eps"],
+        rope_base=config["rope_theta"],
+        embedding_scale=config["init_values"]["embed_scale"],
+        state_mode=config["initial_state_mode"],
+        rope_scaling=config.get("rope_scaling"),
     )
 
 
@@ -326,19 +444,18 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor) -> Tensor:
     keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * q.shape[-1] ** -0.5
     hidden = torch.arange(len(keys))[None, :] > rows[:, None]
-    weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+    masked = scores.masked_fill(hidden, float("-inf"))
+    weights = torch.softmax(masked.float(), dim=-1).to(q.dtype)
     return torch.einsum("hqk,khd->qhd", weights, values).flatten(1)
 
 
-def _rotate_halves(x: Tensor, angles: Tensor) -> Tensor:
+def _rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (i, i + d/2) of [rows, heads, d]."""
     first, second = x.chunk(2, dim=-1)
-    cos, sin = angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
-def _rotate_pairs(x: Tensor, angles: Tensor) -> Tensor:
+def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate channels (2i, 2i + 1) of [rows, heads, d]."""
     even, odd = x[..., 0::2], x[..., 1::2]
-    cos, sin = angles.cos(), angles.sin()
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)

@@ -93,12 +93,16 @@ class Engine:
 
 
 def engine(
-    *, strategy: str = "latest", num_units: int = 200, exact: bool = True, **config: Any
+    *, strategy: str = "latest", num_units: int = 200, uses_noise: bool = True, **config: Any
 ) -> Engine:
-    """A scheduler over a small pool."""
+    """A scheduler over a small pool, its executor checking all that the config promises."""
     geometry = layout(strategy)
     settings = {"max_batch_size": 4, "max_num_tokens": 16, "max_seq_len": 40, **config}
+    check = "written" if geometry.strategy.overwrites else "exact"
+    if settings.get("prefix_at_least"):
+        check = "at_least"
+    identity = CacheIdentity(model=("model", "float32"), uses_noise=uses_noise)
     scheduler = Scheduler(
-        SchedulerConfig(num_units=num_units, **settings), geometry, IDENTITY, clock=lambda: 0.0
+        SchedulerConfig(num_units=num_units, **settings), geometry, identity, clock=lambda: 0.0
     )
-    return Engine(scheduler, SimExecutor(scheduler, geometry, vocab=VOCAB, exact=exact))
+    return Engine(scheduler, SimExecutor(scheduler, geometry, vocab=VOCAB, check=check))
