@@ -21,11 +21,14 @@ from typing import Any
 import torch
 
 from looptrt import __version__
+from looptrt.builder.casts import TORCH_DTYPES, CastLog
 from looptrt.builder.engine_dir import atomic_directory, check_target
 from looptrt.builder.export import export_phases
+from looptrt.builder.random_weights import RANDOM_SEED, random_weight
+from looptrt.builder.source import Source, open_checkpoint, open_config
 from looptrt.builder.tokens import TOKENIZER_FILES, token_ids
-from looptrt.builder.weights import TORCH_DTYPES, WeightsLayout, fingerprint, write_weights
-from looptrt.errors import BuildError, CheckpointError
+from looptrt.builder.weights import WeightsLayout, fingerprint, write_weights
+from looptrt.errors import BuildError
 from looptrt.kv_layout import PlaneLayout
 from looptrt.loop_spec import InitialState, LoopSpec, NoiseMode
 from looptrt.manifest import (
@@ -37,11 +40,10 @@ from looptrt.manifest import (
     TokenIds,
     sha256_of,
 )
+from looptrt.models import registry
 from looptrt.models.blocks import LoopedModel, rope_tables
 from looptrt.models.checkpoint import Checkpoint
-from looptrt.models.family import Family, WeightRecipe
-from looptrt.models.head import settle_head
-from looptrt.models.registry import family_of
+from looptrt.models.family import WeightRecipe
 
 _DEFAULT_INPUT_LEN = 1024
 _TOOLS = ("torch", "onnx", "onnx-ir", "safetensors")
@@ -52,9 +54,13 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """What a build is asked for; None leaves a choice to the model (see the flags' help)."""
+    """What a build is asked for; None leaves a choice to the model (see the flags' help).
 
-    checkpoint_dir: Path
+    One of `checkpoint_dir` and `model_config` is given; with the latter, a config file alone,
+    the weights are random.
+    """
+
+    checkpoint_dir: Path | None
     output_dir: Path
     max_batch_size: int = 128
     max_input_len: int | None = None
@@ -65,15 +71,25 @@ class BuildConfig:
     kv_planes: str = "latest"
     noise: NoiseMode = NoiseMode.POSITION
     dtype: str | None = None
+    gpt_attention_plugin: str = "auto"
     logits_dtype: str = "float32"
     backend: str = "auto"
     workers: int = 1
+    model_config: Path | None = None
+    model_cls_file: Path | None = None
+    model_cls_name: str | None = None
 
     def recorded(self) -> dict[str, Any]:
-        """The flags that shape the engine, as JSON; places and threads do not."""
-        left_out = ("checkpoint_dir", "output_dir", "workers")
+        """The flags that shape the engine, as JSON, and where its weights are from."""
+        left_out = ("checkpoint_dir", "output_dir", "workers", "model_config", "model_cls_file")
         names = [name for name in self.__dataclass_fields__ if name not in left_out]
-        return {name: getattr(self, name) for name in names}
+        flags = {name: getattr(self, name) for name in names}
+        return flags | {"weights": self.weights_source}
+
+    @property
+    def weights_source(self) -> str:
+        """Where the weights come from, in words."""
+        return "checkpoint" if self.model_config is None else f"random, seed {RANDOM_SEED}"
 
 
 @dataclass(frozen=True)
@@ -107,7 +123,8 @@ class BuildPlan:
             f"{spec.coda_layers} coda",
             "loops": f"{spec.num_loops} trained, up to {layout.max_loops} in this engine",
             "dtype": f"{self.dtype}, logits {self.config.logits_dtype}",
-            "weights": f"{len(self.recipes)} tensors, {self.weights.num_bytes} bytes",
+            "weights": f"{len(self.recipes)} tensors, {self.weights.num_bytes} bytes "
+            f"({self.config.weights_source})",
             "KV planes": f"{layout.num_planes} ({layout.strategy.name}), "
             f"pages of {layout.page_size} tokens, units of {layout.unit_bytes} bytes",
             "KV per token": f"{layout.bytes_per_token(spec.num_loops)} bytes "
@@ -131,13 +148,14 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         CheckpointError: the checkpoint cannot be used; names file, tensor and key.
     """
     _check_flags(config)
-    checkpoint = Checkpoint.open(config.checkpoint_dir)
-    family = _family(checkpoint)
-    spec = family.parse_config(checkpoint.config, str(checkpoint.config_path))
-    checkpoint, spec = settle_head(checkpoint, family, spec)
-    recipes = family.weight_map(spec)
-    checkpoint.check(_source_shapes(recipes), family.ignored)
+    source = _source(config)
+    checkpoint, spec = source.checkpoint, source.spec
     dtype = _dtype(config, checkpoint)
+    if config.gpt_attention_plugin not in ("auto", dtype):
+        raise BuildError(
+            f"--gpt_attention_plugin {config.gpt_attention_plugin}: attention runs in the "
+            f"engine's dtype, {dtype}; say auto, or choose another --dtype"
+        )
     _check_noise(config.noise, spec)
     layout = PlaneLayout.of(
         spec,
@@ -147,7 +165,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         kv_planes=config.kv_planes,
     )
     limits = _limits(config, spec)
-    model = family.build(
+    model = source.family.build(
         spec,
         layout,
         max_positions=limits.max_seq_len,
@@ -165,7 +183,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         limits=limits,
         tokens=token_ids(checkpoint, spec.vocab_size),
         dtype=dtype,
-        recipes=recipes,
+        recipes=source.recipes,
         model=model,
         weights=WeightsLayout.of(model),
     )
@@ -179,6 +197,13 @@ def build(config: BuildConfig) -> Manifest:
             does not fit the dtype. The output directory is then as it was.
     """
     plan = plan_build(config)
+    if config.model_config is not None:
+        _logger.warning(
+            "%s alone: the weights are random (seed %d); the engine is for measuring, not for "
+            "answers",
+            config.model_config,
+            RANDOM_SEED,
+        )
     if config.backend == "auto":
         _logger.info("--backend auto: %s, the only backend of this build", _BACKEND)
     with atomic_directory(config.output_dir) as draft:
@@ -187,15 +212,32 @@ def build(config: BuildConfig) -> Manifest:
     return manifest
 
 
+def make_weights(plan: BuildPlan, path: Path) -> dict[str, str]:
+    """Write a plan's weights; casts are logged.
+
+    Returns:
+        {stored name: SHA-256 of its bytes}.
+
+    Raises:
+        CheckpointError: a tensor has a NaN or infinity, or does not fit the dtype.
+    """
+    casts, tables = CastLog(), plan.tables()
+
+    def make(name: str) -> torch.Tensor:
+        stand_in = plan.weights.tensors[name]
+        if name in tables:
+            return tables[name]
+        if plan.config.model_config is not None:
+            return random_weight(name, stand_in)
+        return casts.fused(plan.checkpoint, plan.recipes[name], stand_in.dtype)
+
+    digests = write_weights(make, plan.weights, path, plan.config.workers)
+    casts.report()
+    return digests
+
+
 def _write(plan: BuildPlan, draft: Path) -> Manifest:
-    digests = write_weights(
-        plan.checkpoint,
-        plan.recipes,
-        plan.tables(),
-        plan.weights,
-        draft / WEIGHTS_NAME,
-        plan.config.workers,
-    )
+    digests = make_weights(plan, draft / WEIGHTS_NAME)
     phases = export_phases(plan.model, plan.layout, plan.weights, draft)
     for name in TOKENIZER_FILES:
         if (plan.checkpoint.directory / name).exists():
@@ -207,19 +249,24 @@ def _write(plan: BuildPlan, draft: Path) -> Manifest:
     return manifest
 
 
-def _family(checkpoint: Checkpoint) -> Family:
-    try:
-        return family_of(checkpoint.architecture)
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.config_path}: {error}") from None
-
-
-def _source_shapes(recipes: Mapping[str, WeightRecipe]) -> dict[str, tuple[int, ...]]:
-    return {
-        name: shape
-        for recipe in recipes.values()
-        for name, shape in zip(recipe.sources, recipe.hf_shapes, strict=True)
-    }
+def _source(config: BuildConfig) -> Source:
+    family = None
+    if config.model_cls_file is not None:
+        if config.model_cls_name is None:
+            raise BuildError("--model_cls_file: name the family in it with --model_cls_name")
+        family = registry.load_family_file(config.model_cls_file, config.model_cls_name)
+    elif config.model_cls_name is not None:
+        raise BuildError("--model_cls_name: say which file has it with --model_cls_file")
+    if config.checkpoint_dir is None:
+        if config.model_config is None:
+            raise BuildError("--checkpoint_dir or --model_config: one of them is required")
+        return open_config(config.model_config, family)
+    if config.model_config is not None:
+        raise BuildError(
+            "--model_config: the checkpoint's own config.json describes it; leave out one of "
+            "--checkpoint_dir and --model_config"
+        )
+    return open_checkpoint(config.checkpoint_dir, family)
 
 
 def _manifest(

@@ -22,18 +22,20 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
 
-def check_target(target: Path) -> None:
+def check_target(target: Path, *, replaces: bool = True) -> None:
     """Check that `target` may be written: absent, empty, or an engine directory to replace.
+
+    Args:
+        target: the directory.
+        replaces: whether an engine directory that is there may be replaced.
 
     Raises:
         BuildError: something else is there, or no directory can be made there.
     """
     if target.is_dir():
-        if any(target.iterdir()) and not is_engine_dir(target):
-            raise BuildError(
-                f"--output_dir {target}: not empty and not an engine directory of looptrt; "
-                "choose another or empty it"
-            )
+        if any(target.iterdir()) and not (replaces and is_engine_dir(target)):
+            what = "not empty and not an engine directory of looptrt" if replaces else "not empty"
+            raise BuildError(f"--output_dir {target}: {what}; choose another or empty it")
     elif target.is_symlink() or target.exists():
         raise BuildError(f"--output_dir {target}: expected a directory, found something else")
     ancestor = next(path for path in target.parents if path.exists())
@@ -42,23 +44,24 @@ def check_target(target: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_directory(target: Path) -> Iterator[Path]:
+def atomic_directory(target: Path, *, replaces: bool = True) -> Iterator[Path]:
     """Yield a fresh directory beside `target` that takes its place when the block succeeds.
 
     Files are flushed to the disk first. An engine directory that is there is exchanged for
-    the new one in a single rename and then removed.
+    the new one in a single rename and then removed, if `replaces` says so.
 
     Raises:
         BuildError: `target` must not be written (see `check_target`).
     """
     target = target.resolve()
-    check_target(target)
+    check_target(target, replaces=replaces)
     new_parents = [path for path in target.parents if not path.exists()]
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         draft.mkdir(parents=True)
         yield draft
         _sync(draft)
+        check_target(target, replaces=replaces)
         _publish(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
@@ -78,7 +81,6 @@ def _sync(directory: Path) -> None:
 
 
 def _publish(draft: Path, target: Path) -> None:
-    check_target(target)
     if not target.exists():
         draft.rename(target)
     elif _exchange(draft, target):

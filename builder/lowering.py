@@ -27,6 +27,7 @@ _DTYPES = {
     torch.bfloat16: ir.DataType.BFLOAT16,
     torch.int32: ir.DataType.INT32,
     torch.int64: ir.DataType.INT64,
+    torch.bool: ir.DataType.BOOL,
 }
 
 _PLUGINS = {getattr(torch.ops.looptrt, op.name).default: op for op in OPS}
@@ -245,6 +246,19 @@ def _arithmetic(op_type: str) -> Callable[[Lowering, fx.Node], None]:
     return lower
 
 
+def _equal(to: Lowering, node: fx.Node) -> None:
+    left, right = node.args
+    first = to.value_of(left)
+    if not isinstance(right, int) or first.dtype is None:
+        raise BuildError(f"{node.target}: no ONNX form with {right!r}")
+    to.emit(node, "Equal", [first, to.scalar(node, right, first.dtype)])
+
+
+def _where(to: Lowering, node: fx.Node) -> None:
+    """Select by a condition that broadcasts; nothing is computed with what is not chosen."""
+    to.emit(node, "Where", [to.value_of(operand) for operand in node.args])
+
+
 _PLAIN: dict[object, Callable[[Lowering, fx.Node], None]] = {
     _ATEN.linear.default: _linear,
     _ATEN.embedding.default: _embedding,
@@ -252,6 +266,8 @@ _PLAIN: dict[object, Callable[[Lowering, fx.Node], None]] = {
     _ATEN.to.dtype: _cast,
     _ATEN.add.Tensor: _arithmetic("Add"),
     _ATEN.mul.Tensor: _arithmetic("Mul"),
+    _ATEN.eq.Scalar: _equal,
+    _ATEN.where.self: _where,
     _ATEN.clone.default: lambda to, node: to.share(node, node.args[0]),
     _ATEN._assert_tensor_metadata.default: lambda _to, _node: None,
 }

@@ -2,8 +2,8 @@
 
 `python examples/train_tiny.py --family huginn --minutes 9 --out /tmp/my-huginn` writes a
 Hugging Face directory that `looptrt build` takes. The model is dense plain torch of its own;
-nothing of looptrt is used. The recipe is timed: a slower machine takes fewer steps and ends
-with a lower exact match.
+nothing of looptrt is used. The recipe is timed (on the CPU by the time computed): a slower
+machine takes fewer steps and ends with a lower exact match.
 """
 
 from __future__ import annotations

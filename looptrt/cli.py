@@ -1,4 +1,4 @@
-"""The command line: `looptrt build | generate | inspect | doctor`, and `trtllm-build`.
+"""The command line: `looptrt` with its subcommands, and `trtllm-build`.
 
 Owns arguments, what is printed and exit codes; leaves the work to `builder`, `runtime` and
 `doctor`. Invariant: an error is one line on stderr and exit code 2, never a traceback.
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -28,9 +29,10 @@ from looptrt import __version__, doctor
 from looptrt.errors import LooptrtError
 from looptrt.manifest import Manifest
 from looptrt.runtime.llm import LLM, AnswerStream
-from looptrt.runtime.outputs import RequestOutput
+from looptrt.runtime.outputs import CompletionOutput, RequestOutput
 from looptrt.runtime.sampling_params import SamplingParams
 
+DIFFERS = 1
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + signal.SIGPIPE
@@ -39,15 +41,42 @@ _STREAMS_AHEAD = 64  # requests that run while earlier answers are printed
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _SAMPLING_FLAGS = (
+    ("--n", int, "N", "answers to each prompt (default: 1)"),
     ("--max-tokens", int, "N", "new tokens at most (default: 32)"),
+    ("--min-tokens", int, "N", "new tokens before the answer may end (default: 0)"),
     ("--temperature", float, "T", "0 is greedy (default: 0)"),
     ("--top-k", int, "K", "keep the K most likely tokens; 0 keeps all (default: 0)"),
     ("--top-p", float, "P", "keep the most likely tokens up to probability P (default: 1)"),
     ("--min-p", float, "P", "drop tokens below P times the most likely one (default: 0)"),
+    ("--repetition-penalty", float, "X", "above 1 makes known tokens less likely (default: 1)"),
+    ("--presence-penalty", float, "X", "off the logits of the answer's tokens (default: 0)"),
+    ("--frequency-penalty", float, "X", "the same each time a token came (default: 0)"),
     ("--seed", int, "N", "seed of the draws (default: a fresh one for each answer)"),
+    ("--logprobs", int, "K", "with --json: log-probabilities of each token and the K best"),
+    ("--prompt-logprobs", int, "K", "with --json: the same for the prompt's tokens"),
+    ("--logprobs-mode", str, "MODE", "raw or processed (default: raw)"),
+    ("--truncate-prompt-tokens", int, "K", "keep the prompt's last K tokens (default: all)"),
     ("--loops", int, "S", "loops of generated tokens (default: the model's)"),
     ("--prefill-loops", int, "P", "loops of prompt tokens but the last (default: S)"),
+    ("--exit-at-step", int, "K", "stop generated tokens after loop K, from 0"),
+    ("--exit-threshold", float, "X", "of the exit gate or --exit-criterion (default: all loops)"),
+    ("--exit-criterion", str, "NAME", "entropy-diff, latent-diff, kl or argmax-stability"),
+    ("--exit-mode", str, "MODE", "sums of the exit gate: float32 or reference"),
+    ("--exit-kv", str, "KV", "of early tokens: last_exited or run_all (default: last_exited)"),
     ("--noise-seed", int, "N", "seed of the random initial state (default: 0)"),
+    ("--cache-salt", str, "TEXT", "share cached pages only under the same salt"),
+    ("--priority", int, "N", "higher runs first (default: 0)"),
+)
+_SAMPLING_LISTS = (
+    ("--stop", str, "TEXT", "ends an answer; repeatable"),
+    ("--stop-token-ids", int, "ID", "token that ends an answer; repeatable"),
+    ("--bad-words", str, "TEXT", "never comes in an answer; repeatable"),
+)
+_SAMPLING_SWITCHES = (
+    ("--ignore-eos", "go on after the tokens that end an answer"),
+    ("--include-stop", "print what ended an answer"),
+    ("--skip-special-tokens", "leave special tokens out (default: yes)"),
+    ("--exclude-input", "leave the prompt out of the answer (default: yes)"),
 )
 
 
@@ -113,12 +142,88 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"looptrt {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=_Parser)
     commands.add_parser("build", help="checkpoint to engine directory (see looptrt build --help)")
+    _add_convert(commands.add_parser("convert", help="checkpoint to the other layout's names"))
+    _add_verify(commands.add_parser("verify", help="checkpoint against the reference's logits"))
     _add_generate(commands.add_parser("generate", help="answer prompts", allow_abbrev=False))
     _add_inspect(commands.add_parser("inspect", help="describe an engine directory"))
     diagnosis = commands.add_parser("doctor", help="what is installed, which backends work here")
     diagnosis.add_argument("--json", action="store_true", help="print JSON")
     diagnosis.set_defaults(command=_doctor)
     return parser
+
+
+# ---- convert and verify
+
+
+def _add_convert(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write a checkpoint under TensorRT-LLM's names, or one under those back under Hugging "
+        "Face's. Every tensor keeps its bits unless --dtype is given."
+    )
+    parser.set_defaults(command=_convert)
+    parser.add_argument("--checkpoint_dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--output_dir", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--to", choices=("hf", "trtllm"), help="(default: the other one)")
+    parser.add_argument("--dtype", metavar="{float32,bfloat16}", help="cast the model's tensors")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
+    conversion: Any = importlib.import_module("looptrt.builder.convert")
+    conversion.convert(args.checkpoint_dir, args.output_dir, args.to, args.dtype)
+    return 0
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Compare our logits of a Hugging Face checkpoint with those of this Python's own "
+        "Transformers, in float32 and in the checkpoint's dtype. Exit code 1: they differ by "
+        "more than rounding."
+    )
+    parser.set_defaults(command=_verify)
+    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--reference", choices=("hf",), required=True)
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run the checkpoint's modelling code"
+    )
+    prompts = parser.add_mutually_exclusive_group()
+    prompts.add_argument(
+        "--prompts", type=int, default=3, metavar="N", help="random prompts (default: 3)"
+    )
+    prompts.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="repeatable")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-3,
+        metavar="X",
+        help="float32 difference that passes, in parts of the largest logit (default: 0.001)",
+    )
+
+
+def _verify(args: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    comparison: Any = importlib.import_module("looptrt.builder.compare")
+    rows = comparison.verify_checkpoint(
+        args.checkpoint,
+        texts=args.prompt,
+        num_prompts=args.prompts,
+        tolerance=args.tolerance,
+        trust_remote_code=args.trust_remote_code,
+    )
+    headings = ("prompt", "dtype", "positions", "max diff", "allowed", "same top-1", "first beyond")
+    table = Table(*headings, title="Our logits against the float32 reference's")
+    for row in rows:
+        table.add_row(
+            row.prompt,
+            row.dtype,
+            str(row.num_positions),
+            f"{row.max_diff:.3g}",
+            f"{row.allowed:.3g}",
+            f"{row.num_same_top1} of {row.num_positions}",
+            "none" if row.passes else f"position {row.first_beyond}",
+        )
+    _console().print(table)
+    return 0 if all(row.passes for row in rows) else DIFFERS
 
 
 # ---- generate
@@ -135,8 +240,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts-file", type=Path, metavar="FILE", help="one prompt a line")
     for flag, kind, metavar, text in _SAMPLING_FLAGS:
         parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+    for flag, kind, metavar, text in _SAMPLING_LISTS:
+        parser.add_argument(flag, type=kind, action="append", metavar=metavar, help=text)
+    for flag, text in _SAMPLING_SWITCHES:
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     parser.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="ends an answer; repeatable"
+        "--embedding-bias", type=Path, metavar="FILE", help=".npy with a number for each token"
     )
     parser.add_argument("--chat", action="store_true", help="take each prompt as a user's message")
     parser.add_argument(
@@ -162,22 +271,36 @@ def _generate(args: argparse.Namespace) -> int:
         encoded: list[str | list[int]] = [*prompts]
         if args.chat:
             encoded = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
-        is_streaming = args.stream and not args.json
+        is_streaming = args.stream and not args.json and params.n == 1
         answer = _stream if is_streaming else _answer_all
         for index, output in enumerate(answer(llm, encoded, params)):
-            if args.json:
-                print(json.dumps(_as_json(output, prompts[index]), ensure_ascii=False))
-            elif not is_streaming:
-                print(output.outputs[0].text)
-            sys.stdout.flush()
-            print(_figures(index, len(prompts), output), file=sys.stderr)
+            for completion in output.outputs:
+                if args.json:
+                    answered = _as_json(output, completion, prompts[index])
+                    print(json.dumps(answered, ensure_ascii=False))
+                elif not is_streaming:
+                    print(completion.text)
+                sys.stdout.flush()
+                print(_figures(index, len(prompts), output, completion), file=sys.stderr)
     return 0
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
-    names = [flag[2:].replace("-", "_") for flag, *_ in _SAMPLING_FLAGS]
+    flags = [flag for flag, *_ in (*_SAMPLING_FLAGS, *_SAMPLING_LISTS, *_SAMPLING_SWITCHES)]
+    names = [flag.removeprefix("--").replace("-", "_") for flag in flags]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    return SamplingParams(stop=tuple(args.stop), **given)
+    if args.embedding_bias is not None:
+        given["embedding_bias"] = _numbers(args.embedding_bias)
+    return SamplingParams(**given)
+
+
+def _numbers(path: Path) -> np.ndarray:
+    """The array of a .npy file; pickles are refused."""
+    try:
+        array: np.ndarray = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise LooptrtError(f"{path}: not a .npy file of numbers: {error}") from None
+    return array
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
@@ -223,13 +346,17 @@ def _stream(
         yield output
 
 
-def _as_json(output: RequestOutput, prompt: str) -> dict[str, Any]:
-    (completion,) = output.outputs
+def _as_json(output: RequestOutput, completion: CompletionOutput, prompt: str) -> dict[str, Any]:
     metrics = output.metrics
     assert metrics is not None
+    scored = {
+        "logprobs": completion.logprobs,
+        "prompt_logprobs": output.prompt_logprobs,
+    }
     return {
         "prompt": prompt,
         "prompt_token_ids": output.prompt_token_ids,
+        "index": completion.index,
         "text": completion.text,
         "token_ids": completion.token_ids,
         "depths": completion.depths,
@@ -240,16 +367,20 @@ def _as_json(output: RequestOutput, prompt: str) -> dict[str, Any]:
         "num_preemptions": metrics.num_preemptions,
         "ttft_s": metrics.ttft_s,
         "e2e_s": metrics.e2e_s,
+        **{
+            name: [None if at is None else dataclasses.asdict(at) for at in entries]
+            for name, entries in scored.items()
+            if entries is not None
+        },
     }
 
 
-def _figures(index: int, total: int, output: RequestOutput) -> str:
-    (completion,) = output.outputs
+def _figures(index: int, total: int, output: RequestOutput, completion: CompletionOutput) -> str:
     assert output.metrics is not None
     assert output.kv_bytes is not None
     depths = sorted(set(completion.depths))
     depth = "no token" if not depths else "-".join(map(str, dict.fromkeys((depths[0], depths[-1]))))
-    num_tokens, seconds = len(completion.token_ids), output.metrics.e2e_s
+    num_tokens, seconds = len(completion.depths), output.metrics.e2e_s
     return (
         f"[{index + 1}/{total}] depth {depth} | {num_tokens} tokens in {seconds:.2f} s "
         f"({num_tokens / max(seconds, 1e-9):.1f} tokens/s) | {output.num_cached_tokens} of "

@@ -9,15 +9,18 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 PROBE_TIMEOUT_S = 60.0
 _SCRIPT = "trtllm-build"
+_TENSORRT_LLM = "tensorrt_llm"
 _TORCH_CUDA = """
 import torch
 if torch.version.cuda is None:
@@ -139,13 +142,22 @@ def _tritonserver() -> Finding:
 
 
 def _owner_of_script() -> Finding:
-    """Which distribution's `trtllm-build` runs: the script is written by the last installed."""
-    owners = sorted(
-        entry.dist.name
-        for entry in importlib.metadata.entry_points(group="console_scripts", name=_SCRIPT)
-        if entry.dist is not None
-    )
-    if not owners:
-        return Finding(_SCRIPT, None, "no installed distribution provides it")
-    path = shutil.which(_SCRIPT) or "not on PATH"
-    return Finding(_SCRIPT, f"{path}, of {' and '.join(owners)}")
+    """Whose `trtllm-build` runs: what the script on PATH imports, as both packages install one."""
+    path = shutil.which(_SCRIPT) or shutil.which(_SCRIPT, path=str(Path(sys.executable).parent))
+    if path is None:
+        return Finding(_SCRIPT, None, "neither on PATH nor beside this Python")
+    try:
+        match = re.search(r"^from (\w+)", Path(path).read_text("utf-8"), re.MULTILINE)
+    except (OSError, UnicodeDecodeError) as error:
+        return Finding(_SCRIPT, None, f"{path}: {error}")
+    owner = match[1] if match else "an unknown package"
+    return Finding(_SCRIPT, f"{path}, of {owner}{_other_owner(owner)}")
+
+
+def _other_owner(owner: str) -> str:
+    """What becomes of the other package's architectures."""
+    if owner == _TENSORRT_LLM:
+        return ", which knows no looped architectures; use `looptrt build` for those"
+    if importlib.util.find_spec(_TENSORRT_LLM) is None:
+        return f"; {_TENSORRT_LLM} is not installed"
+    return f", which hands architectures that are not looped to {_TENSORRT_LLM}"

@@ -13,6 +13,16 @@ from typing import Any
 from looptrt.errors import BuildError
 from looptrt.loop_spec import LoopSpec
 
+MAX_LOOPS = 2**15 - 1  # recorded depths are int16
+_LEAST = {
+    "unit_slots": 1,
+    "prelude_layers": 0,
+    "coda_layers": 0,
+    "max_loops": 1,
+    "page_size": 1,
+    "num_kv_heads": 1,
+    "head_dim": 1,
+}
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -94,6 +104,18 @@ class PlaneLayout:
     dtype: str
     strategy: PlaneStrategy
 
+    def __post_init__(self) -> None:
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise BuildError(f"{name}: expected an integer of at least {least}, got {value!r}")
+        if self.max_loops > MAX_LOOPS:
+            raise BuildError(f"max_loops: expected at most {MAX_LOOPS}, got {self.max_loops}")
+        if self.dtype not in DTYPE_BYTES:
+            raise BuildError(
+                f"KV dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
+
     @staticmethod
     def of(
         spec: LoopSpec, *, page_size: int, max_loops: int, dtype: str, kv_planes: str
@@ -101,14 +123,8 @@ class PlaneLayout:
         """Layout of a model's KV.
 
         Raises:
-            BuildError: unknown strategy or dtype, or a size below 1.
+            BuildError: unknown strategy or dtype, or a size out of range.
         """
-        if dtype not in DTYPE_BYTES:
-            raise BuildError(f"KV dtype: expected one of {sorted(DTYPE_BYTES)}, got {dtype!r}")
-        if page_size < 1:
-            raise BuildError(f"tokens_per_block: expected at least 1, got {page_size}")
-        if max_loops < 1:
-            raise BuildError(f"max_loops: expected at least 1, got {max_loops}")
         return PlaneLayout(
             unit_slots=spec.core_layers,
             prelude_layers=spec.prelude_layers,

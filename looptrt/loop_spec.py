@@ -34,8 +34,8 @@ class InitialState(StrEnum):
     """What a token's recurrent state is before its first loop."""
 
     PRELUDE = "prelude"  # the prelude's output itself (Ouro: the embedding)
-    RANDOM = "random"  # truncated normal noise; the prelude's output is injected each loop
-    EMBEDDING = "embedding"  # the embedding
+    RANDOM = "random"  # truncated normal noise
+    EMBEDDING = "embedding"  # the embedding, before the prelude's layers
 
 
 class NoiseMode(StrEnum):
@@ -43,6 +43,31 @@ class NoiseMode(StrEnum):
 
     POSITION = "position"  # a function of (noise_seed, position, channel)
     SEQUENTIAL = "sequential"  # one generator per request, in the order of its chunks
+
+
+class RopeScalingKind(StrEnum):
+    """How the rotation per position is stretched for longer contexts."""
+
+    LINEAR = "linear"  # every frequency divided by the factor
+    LLAMA3 = "llama3"  # long wavelengths divided, short ones kept, a ramp between
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretching of rotary frequencies; all but `factor` belong to `llama3`.
+
+    Attributes:
+        factor: what frequencies are divided by.
+        low_freq_factor: wavelengths above original_max_position / this are divided.
+        high_freq_factor: wavelengths below original_max_position / this are kept.
+        original_max_position: context before the stretch.
+    """
+
+    kind: RopeScalingKind
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,7 @@ class RopeSpec:
     style: RopeStyle
     base: float
     in_float32: bool
+    scaling: RopeScaling | None = None
 
 
 @dataclass(frozen=True)
@@ -69,10 +95,12 @@ class LoopSpec:
         num_loops: S, the loops the model was trained to run by default.
         max_position: positions the model defines; no engine may exceed it.
         adapter: whether each loop starts with a projection of [state, prelude output].
+        skip_first_adapter: the first loop starts with the prelude's output itself.
         norm_after_loop: the final norm closes every loop and feeds the next (Ouro).
         norm_before_coda: the final norm is applied once between loop and coda (Huginn).
         norm_before_head: the final norm is applied right before the head.
         qk_bias: q and k get a bias before the rotation.
+        qk_norm: q and k are each normalised whole, all heads together, before the rotation.
         embedding_scale: factor on the embedding, not on the head.
         state_std: standard deviation of the parent normal of a random initial state,
             before `state_scale`; the state is cut at 3 standard deviations.
@@ -99,10 +127,12 @@ class LoopSpec:
     initial_state: InitialState
     embedding_scale: float = 1.0
     adapter: bool = False
+    skip_first_adapter: bool = False
     norm_after_loop: bool = False
     norm_before_coda: bool = False
     norm_before_head: bool = False
     qk_bias: bool = False
+    qk_norm: bool = False
     state_std: float = 0.0
     state_scale: float = 1.0
     exit_gate: bool = False
@@ -130,6 +160,8 @@ class LoopSpec:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim: expected an even number, got {self.head_dim}")
+        if self.skip_first_adapter and not self.adapter:
+            raise CheckpointError("skip_first_adapter: there is no adapter to skip")
 
     @property
     def qkv_size(self) -> int:
@@ -142,15 +174,27 @@ class LoopSpec:
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> LoopSpec:
-        """Restore a spec written by `to_json`; unknown or missing keys raise TypeError."""
-        fields = dict(data)
-        rope = dict(fields.pop("rope"))
+        """Restore a spec written by `to_json`; an unknown or missing key raises TypeError."""
+        fields = _all_fields(LoopSpec, data)
+        rope = _all_fields(RopeSpec, fields.pop("rope"))
+        scaling = rope.pop("scaling")
+        if scaling is not None:
+            scaling = _all_fields(RopeScaling, scaling)
+            scaling = RopeScaling(kind=RopeScalingKind(scaling.pop("kind")), **scaling)
         return LoopSpec(
             block=BlockKind(fields.pop("block")),
             initial_state=InitialState(fields.pop("initial_state")),
-            rope=RopeSpec(style=RopeStyle(rope.pop("style")), **rope),
+            rope=RopeSpec(style=RopeStyle(rope.pop("style")), scaling=scaling, **rope),
             **fields,
         )
+
+
+def _all_fields(kind: type, data: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `data`, which names every field of the dataclass and nothing else."""
+    names = set(kind.__dataclass_fields__)  # type: ignore[attr-defined]
+    if set(data) != names:
+        raise TypeError(f"{kind.__name__}: keys {sorted(set(data) ^ names)} missing or unknown")
+    return dict(data)
 
 
 def _require(name: str, value: object, *, at_least: int) -> None:

@@ -90,7 +90,12 @@ class Manifest:
     tools: dict[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """config.json in TensorRT-LLM's layout plus a `looptrt` section."""
+        """config.json in TensorRT-LLM's layout plus a `looptrt` section with its checksum."""
+        data = self._content()
+        data["looptrt"]["checksum"] = _checksum(data)
+        return data
+
+    def _content(self) -> dict[str, Any]:
         spec = self.spec
         return {
             "version": self.version,
@@ -171,6 +176,11 @@ class Manifest:
                 f"{where}: engine directory format {section.get('format')!r}, this looptrt reads "
                 f"format {FORMAT}; rebuild it with `looptrt build`"
             )
+        if section.get("checksum") != _checksum(data):
+            raise ManifestError(
+                f"{where}: changed since it was built (expected checksum "
+                f"{section.get('checksum')}, found {_checksum(data)}); rebuild the engine directory"
+            )
         try:
             pretrained, build = data["pretrained_config"], data["build_config"]
             return Manifest(
@@ -223,7 +233,7 @@ class Manifest:
             data = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ManifestError(f"{path}: no such file; not an engine directory") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ManifestError(f"{path}: cannot be read: {error}") from error
         manifest = Manifest.from_json(data, path)
         for name, (digest, size) in manifest.files.items():
@@ -238,6 +248,13 @@ def is_engine_dir(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and isinstance(data.get("looptrt"), dict)
+
+
+def _checksum(data: dict[str, Any]) -> str:
+    """SHA-256 of a manifest's content but its checksum, whatever its formatting."""
+    section = {key: value for key, value in data["looptrt"].items() if key != "checksum"}
+    content = {**data, "looptrt": section}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def sha256_of(path: Path) -> str:

@@ -7,6 +7,7 @@ of its declared inputs and the KV memory, and never inspects a tensor's values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, cast
 
@@ -14,9 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from looptrt.errors import BuildError, CheckpointError
+from looptrt.errors import BuildError
 from looptrt.kv_layout import PlaneLayout
-from looptrt.loop_spec import BlockKind, InitialState, LoopSpec, NoiseMode, RopeStyle
+from looptrt.loop_spec import (
+    BlockKind,
+    InitialState,
+    LoopSpec,
+    NoiseMode,
+    RopeScaling,
+    RopeScalingKind,
+    RopeStyle,
+)
 from looptrt.plugins import ops as _register_ops  # noqa: F401 - defines torch.ops.looptrt
 
 EMBEDDING = "prelude.embedding.weight"
@@ -25,7 +34,9 @@ HEAD = "coda.head.weight"
 _OPS = torch.ops.looptrt
 
 Device: TypeAlias = torch.device | str
-Join: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+Join: TypeAlias = Callable[
+    [Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+]
 
 
 class KVInputs(NamedTuple):
@@ -82,7 +93,27 @@ def inverse_frequencies(spec: LoopSpec) -> Tensor:
     Source: the references' float32 arithmetic.
     """
     channels = torch.arange(0, spec.head_dim, 2).float()
-    return 1.0 / (spec.rope.base ** (channels / spec.head_dim))
+    frequencies = 1.0 / (spec.rope.base ** (channels / spec.head_dim))
+    return _stretched(frequencies, spec.rope.scaling)
+
+
+def _stretched(frequencies: Tensor, scaling: RopeScaling | None) -> Tensor:
+    if scaling is None:
+        return frequencies
+    if scaling.kind is RopeScalingKind.LINEAR:
+        return frequencies / scaling.factor
+    # Llama 3: periods that fit the original context high_freq_factor times keep their frequency,
+    # those that fit less than low_freq_factor times are stretched, a ramp lies between.
+    context, low, high = (
+        scaling.original_max_position,
+        scaling.low_freq_factor,
+        scaling.high_freq_factor,
+    )
+    wavelengths = 2 * math.pi / frequencies
+    share = (context / wavelengths - low) / (high - low)
+    ramp = (1 - share) * frequencies / scaling.factor + share * frequencies
+    stretched = torch.where(wavelengths > context / low, frequencies / scaling.factor, ramp)
+    return torch.where(wavelengths < context / high, frequencies, stretched)
 
 
 def rope_tables(spec: LoopSpec, max_positions: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -99,6 +130,9 @@ def rope_tables(spec: LoopSpec, max_positions: int, dtype: torch.dtype) -> tuple
 
 class Layer(nn.Module):
     """Weights of one transformer layer and its two sublayers.
+
+    norm_1 and norm_3 open the attention and the MLP, norm_2 and norm_4 close them; a block
+    kind without opening or closing norms has None there.
 
     Args:
         spec: the model.
@@ -119,22 +153,26 @@ class Layer(nn.Module):
     ) -> None:
         super().__init__()
         hidden, wide = spec.hidden_size, spec.intermediate_size
-        query_size = spec.num_heads * spec.head_dim
+        query_size, key_size = (n * spec.head_dim for n in (spec.num_heads, spec.num_kv_heads))
 
         def weight(*shape: int) -> Weight:
             return Weight(*shape, dtype=dtype, device=device)
 
-        self.norm_1 = weight(hidden)
+        opens, closes = (spec.block not in kinds for kinds in (_UNOPENED, _UNCLOSED))
+        self.norm_1 = weight(hidden) if opens else None
         self.qkv = weight(spec.qkv_size, hidden)
+        if spec.qk_norm:
+            self.q_norm = weight(query_size)
+            self.k_norm = weight(key_size)
         if spec.qk_bias:
-            rotated = query_size + spec.num_kv_heads * spec.head_dim
-            self.qk_bias = _parameter(rotated, dtype=dtype, device=device)
+            self.qk_bias = _parameter(query_size + key_size, dtype=dtype, device=device)
         self.o = weight(hidden, query_size)
-        self.norm_2 = weight(hidden)
-        self.norm_3 = weight(hidden)
+        self.norm_2 = weight(hidden) if closes else None
+        self.norm_3 = weight(hidden) if opens else None
         self.gate_up = weight(2 * wide, hidden)
         self.down = weight(hidden, wide)
-        self.norm_4 = weight(hidden)
+        self.norm_4 = weight(hidden) if closes else None
+        self._qk_norm_eps = spec.norm_eps if spec.qk_norm else None
         self._has_bias = spec.qk_bias
         self._heads = {
             "num_heads": spec.num_heads,
@@ -151,8 +189,11 @@ class Layer(nn.Module):
         }
 
     def attend(self, y: Tensor, kv: KVInputs, rope: Rope) -> Tensor:
-        """Attention sublayer of normalised rows, [R, H] to [R, H]."""
+        """Attention sublayer of its input rows, [R, H] to [R, H]."""
         qkv = F.linear(y, self.qkv.weight)
+        if self._qk_norm_eps is not None:
+            norms = self.q_norm.weight, self.k_norm.weight
+            qkv = _OPS.fenced_qk_norm(qkv, *norms, **self._heads, eps=self._qk_norm_eps)
         turn = (kv.positions, rope.cos, rope.sin)
         if self._has_bias:
             qkv = _OPS.fenced_bias_rope(
@@ -164,12 +205,20 @@ class Layer(nn.Module):
         return F.linear(attended, self.o.weight)
 
     def mlp(self, y: Tensor) -> Tensor:
-        """MLP sublayer of normalised rows, [R, H] to [R, H]."""
+        """MLP sublayer of its input rows, [R, H] to [R, H]."""
         return F.linear(_OPS.fenced_silu_mul(F.linear(y, self.gate_up.weight)), self.down.weight)
 
 
+def _open(h: Tensor, opening: Tensor | None, eps: float) -> Tensor:
+    """A sublayer's input: the stream after its opening norm, or itself."""
+    if opening is None:
+        return h
+    opened: Tensor = _OPS.fenced_rms_norm(h, opening, eps=eps)
+    return opened
+
+
 def _join_sandwich(
-    x: Tensor, residual: Tensor, closing: Tensor, opening: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, closing: Tensor | None, opening: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     if opening is None:
         h = residual + _OPS.fenced_rms_norm(x, closing, eps=eps)
@@ -179,7 +228,7 @@ def _join_sandwich(
 
 
 def _join_sum_norm(
-    x: Tensor, residual: Tensor, closing: Tensor, opening: Tensor | None, eps: float
+    x: Tensor, residual: Tensor, closing: Tensor | None, opening: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor]:
     if opening is None:
         h = _OPS.fenced_add_rms_norm(x, residual, closing, eps=eps)
@@ -188,12 +237,27 @@ def _join_sum_norm(
     return h, y
 
 
+def _join_pre_norm(
+    x: Tensor, residual: Tensor, _closing: Tensor | None, opening: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
+    h = residual + x
+    return h, _open(h, opening, eps)
+
+
 # How a sublayer's output x joins the stream: (x, residual, closing norm, next sublayer's opening
 # norm or None, eps) to the new stream h and the next sublayer's input y.
 JOINS: Mapping[BlockKind, Join] = {
     BlockKind.SANDWICH: _join_sandwich,
     BlockKind.SUM_NORM: _join_sum_norm,
+    BlockKind.POST_NORM: _join_sandwich,  # a sandwich whose sublayers open without a norm
+    BlockKind.PRE_NORM: _join_pre_norm,
 }
+_UNOPENED = (BlockKind.POST_NORM,)
+_UNCLOSED = (BlockKind.PRE_NORM,)
+
+
+def _tensor(norm: Weight | None) -> Tensor | None:
+    return None if norm is None else norm.weight
 
 
 class Phase(nn.Module):
@@ -245,12 +309,12 @@ class Phase(nn.Module):
         if not layers:
             return h, h
         kv, eps = KVInputs.of(inputs), self.spec.norm_eps
-        openings = [*(layer.norm_1.weight for layer in layers[1:]), last_opening]
-        y = _OPS.fenced_rms_norm(h, layers[0].norm_1.weight, eps=eps)
+        openings = [*(_tensor(layer.norm_1) for layer in layers[1:]), last_opening]
+        y = _open(h, _tensor(layers[0].norm_1), eps)
         for layer, opening in zip(layers, openings, strict=True):
             attended = layer.attend(y, kv, self.rope)
-            h, y = self._join(attended, h, layer.norm_2.weight, layer.norm_3.weight, eps)
-            h, y = self._join(layer.mlp(y), h, layer.norm_4.weight, opening, eps)
+            h, y = self._join(attended, h, _tensor(layer.norm_2), _tensor(layer.norm_3), eps)
+            h, y = self._join(layer.mlp(y), h, _tensor(layer.norm_4), opening, eps)
         return h, y
 
 
@@ -288,13 +352,16 @@ class Prelude(Phase):
             # PyTorch multiplies by a Python number in float32; an exported graph would round
             # the number to the model dtype first.
             h = (h.float() * self.spec.embedding_scale).to(h.dtype)
+        embedded = h
         h, _ = self._run_layers(h, inputs)
-        state = self._initial_state(h, inputs)
+        state = self._initial_state(embedded, h, inputs)
         return (state, h) if self.spec.adapter else state
 
-    def _initial_state(self, h: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    def _initial_state(self, embedded: Tensor, h: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
         if self.spec.initial_state is InitialState.PRELUDE:
-            return h
+            return h.clone() if self.spec.adapter else h  # state and injection are two tensors
+        if self.spec.initial_state is InitialState.EMBEDDING:
+            return embedded.clone()
         if not self._draws_noise:
             return inputs["initial_state"].clone()
         noise: Tensor = _OPS.position_keyed_noise(
@@ -309,6 +376,8 @@ class Prelude(Phase):
 
 class Core(Phase):
     """One loop over the rows that go on; the other rows keep their state.
+
+    All rows of a call are in the same loop; where the first loop differs, plane 0 tells it.
 
     Inputs: state [T, H]; with an adapter injection [T, H]; rows [R] int32; the KV inputs of
     those R rows. Output: next_state [T, H].
@@ -346,6 +415,9 @@ class Core(Phase):
         if self.spec.adapter:
             injection = _OPS.compact_gather(inputs["injection"], rows)
             h = F.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
+            if self.spec.skip_first_adapter:
+                # A select, so that the first loop's input is the injection's own bits.
+                h = torch.where(inputs["plane"] == 0, injection, h)
         last_opening = self.norm.weight if self.spec.norm_after_loop else None
         _, closed = self._run_layers(h, inputs, last_opening)
         scattered: Tensor = _OPS.compact_scatter(state, closed, rows)
@@ -429,14 +501,13 @@ def build(
         device: where the weights live; `meta` holds shapes only.
 
     Raises:
-        CheckpointError: the block kind or initial state is not supported yet.
-        BuildError: max_positions is outside what the model defines.
+        BuildError: max_positions is outside what the model defines, or the planes do not tell
+            the loops of a model whose first loop differs.
     """
-    if spec.block not in JOINS:
-        raise CheckpointError(f"{spec.architecture}: {spec.block} blocks are not supported yet")
-    if spec.initial_state is InitialState.EMBEDDING:
-        raise CheckpointError(
-            f"{spec.architecture}: initial state {spec.initial_state} is not supported yet"
+    if spec.skip_first_adapter and layout.strategy.overwrites:
+        raise BuildError(
+            f"--kv_planes {layout.strategy.name}: the first loop of this model has no adapter and "
+            "is told by plane 0, which later loops would write too; use latest"
         )
     if not 1 <= max_positions <= spec.max_position:
         raise BuildError(f"max_positions: expected 1..{spec.max_position}, got {max_positions}")

@@ -8,17 +8,15 @@ names every tensor of its checkpoints, with shapes, before any of them is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 
 from looptrt.errors import CheckpointError
-from looptrt.kv_layout import PlaneLayout
-from looptrt.loop_spec import LoopSpec, NoiseMode
+from looptrt.loop_spec import LoopSpec
 from looptrt.models import blocks
-from looptrt.models.blocks import LoopedModel
 
 Config = Mapping[str, Any]
 Shape = tuple[int, ...]
@@ -61,26 +59,12 @@ def fuse(recipe: WeightRecipe, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat(tuple(parts)).reshape(recipe.shape)
 
 
-class Build(Protocol):
-    """Signature of `blocks.build`."""
-
-    def __call__(
-        self,
-        spec: LoopSpec,
-        layout: PlaneLayout,
-        *,
-        max_positions: int,
-        dtype: torch.dtype,
-        noise_mode: NoiseMode,
-        logits_dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> LoopedModel:
-        """Make a model with uninitialised weights."""
-
-
 @dataclass(frozen=True)
 class Family:
-    """One architecture.
+    """One architecture: how its config and its tensor names become a LoopSpec and ours.
+
+    A family only translates. The model is made of the LoopSpec by the shared blocks, so an
+    engine needs neither the family nor the module or file that it came from.
 
     Attributes:
         architecture: the name in a config's `architectures`.
@@ -91,7 +75,10 @@ class Family:
         embedding: checkpoint name of the embedding, of which a tied head is the other user.
         head: checkpoint name of the head.
         ignored: fnmatch patterns of checkpoint tensors that may be there and are not read.
-        build: makes the model.
+        parse_with_names: for an architecture whose config alone may not tell the model:
+            (config, where, names of the tensors that are there) to spec, which then stands
+            instead of `parse_config`'s.
+        build: makes the model; the same for all.
     """
 
     architecture: str
@@ -100,7 +87,8 @@ class Family:
     embedding: str
     head: str
     ignored: tuple[str, ...] = ()
-    build: Build = blocks.build
+    parse_with_names: Callable[[Config, str, Collection[str]], LoopSpec] | None = None
+    build: ClassVar = staticmethod(blocks.build)
 
 
 @dataclass(frozen=True)
@@ -131,6 +119,13 @@ class ConfigReader:
             expected = "a number of at least 0" if may_be_zero else "a positive number"
             raise self.error(name, expected, value)
         return float(value)
+
+    def word(self, *names: str, default: str | None = None) -> str:
+        """A string under any of the names."""
+        name, value = self._find(names, default)
+        if not isinstance(value, str):
+            raise self.error(name, "a string", value)
+        return value
 
     def flag(self, *names: str, default: bool | None = None) -> bool:
         """A boolean under any of the names."""

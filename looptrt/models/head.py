@@ -1,7 +1,8 @@
 """Whether a model's head is its embedding: the weights decide, not the config (case G4).
 
-Owns that decision; leaves the names of both tensors to the families. Invariant: a head that
-differs from the embedding is never discarded, and one that is absent is never invented.
+Owns that decision; leaves the names of both tensors, and what else the weights decide, to
+the families. Invariant: a head that differs from the embedding is never discarded, and one
+that is absent is never invented.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ _logger = logging.getLogger(__name__)
 def settle_head(
     checkpoint: Checkpoint, family: Family, spec: LoopSpec
 ) -> tuple[Checkpoint, LoopSpec]:
-    """Decide `spec.tied_head` from the tensors that are there.
+    """Decide from the tensors that are there what the config leaves open or gets wrong.
+
+    That is `spec.tied_head`, and the model itself where the family says so.
 
     Args:
         checkpoint: the opened files.
@@ -32,8 +35,12 @@ def settle_head(
         of the embedding; and the spec.
 
     Raises:
-        CheckpointError: there is no head and the config does not tie it to the embedding.
+        CheckpointError: there is no head and the config does not tie it to the embedding, or
+            the tensors are those of another model than the config's.
     """
+    if family.parse_with_names is not None:
+        where = str(checkpoint.config_path)
+        spec = family.parse_with_names(checkpoint.config, where, checkpoint.tensors.keys())
     head, embedding = family.head, family.embedding
     if head not in checkpoint.tensors:
         if not spec.tied_head:
@@ -42,19 +49,19 @@ def settle_head(
                 f"{checkpoint.config_path} does not tie it to {embedding!r}"
             )
         return checkpoint, spec
-    where = checkpoint.tensors[head].file
+    file = checkpoint.tensors[head].file
     if embedding not in checkpoint.tensors:
         if spec.tied_head:
-            _logger.warning("%s: %r is absent, tied %r is used for both", where, embedding, head)
+            _logger.warning("%s: %r is absent, tied %r is used for both", file, embedding, head)
             return checkpoint.renamed(head, embedding), spec
         return checkpoint, spec
     if checkpoint.same_values(head, embedding):
-        _logger.info("%s: %r equals %r and is stored once", where, head, embedding)
+        _logger.info("%s: %r equals %r and is stored once", file, head, embedding)
         return checkpoint.renamed(head, embedding), replace(spec, tied_head=True)
     if spec.tied_head:
         _logger.warning(
             "%s: %r differs from %r and is used, although %s ties them",
-            where,
+            file,
             head,
             embedding,
             checkpoint.config_path,

@@ -1,49 +1,150 @@
-"""Huginn (RavenForCausalLM): prelude, a core that starts from noise, coda.
+"""Raven (RavenForCausalLM): prelude, a core that is looped, coda, in three variants.
 
-Owns Huginn's config keys and checkpoint names; leaves arithmetic to `blocks`. Invariant: the
-retrofitted models that share the architecture's name are refused, never run as Huginn.
+Owns the choice among Huginn, recurrent OLMo-2 and recurrent Llama, which share architecture and
+model_type, Huginn's config keys, and the checkpoint names of all; leaves the config keys of the
+retrofitted variants to `retrofit` and arithmetic to `blocks`. Invariant: a checkpoint whose
+config and tensors are not those of one variant is refused.
 """
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 
 from looptrt.errors import CheckpointError
 from looptrt.loop_spec import BlockKind, InitialState, LoopSpec, RopeSpec, RopeStyle
+from looptrt.models import retrofit
 from looptrt.models.blocks import EMBEDDING, HEAD
 from looptrt.models.family import Config, ConfigReader, Family, WeightRecipe
 
 ARCHITECTURE = "RavenForCausalLM"
+HUGINN = "Huginn"
 
+_RETROFITS = frozenset({retrofit.OLMO, retrofit.LLAMA})
+_VARIANTS = _RETROFITS | {HUGINN}
 _EMBEDDING = "transformer.wte.weight"
 _HEAD = "lm_head.weight"
 _ROPE_BASE = 50000.0  # the reference's default; the published file has no such key
 _PHASES = {"prelude": "prelude", "core": "core_block", "coda": "coda"}
+# Endings of tensor names, Hugging Face's and TensorRT-LLM's; the first that is found decides.
+_TELLING_NAMES = {
+    "attn.q_norm.weight": retrofit.OLMO,
+    "attention.q_layernorm.weight": retrofit.OLMO,
+    "qk_bias": HUGINN,
+    ".norm_3.weight": HUGINN,
+    ".pre_feedforward_layernorm.weight": HUGINN,
+    ".norm_2.weight": retrofit.LLAMA,
+    ".input_layernorm.weight": retrofit.LLAMA,
+}
+# The checkpoint's norms of a layer in order: the stored names they go to.
+_NORMS = {
+    BlockKind.SUM_NORM: ("norm_1", "norm_2", "norm_3", "norm_4"),
+    BlockKind.POST_NORM: ("norm_2", "norm_4"),
+    BlockKind.PRE_NORM: ("norm_1", "norm_3"),
+}
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Clue:
+    """What one key or tensor says: the variants that have it so."""
+
+    what: str
+    variants: frozenset[str]
 
 
 def parse_config(config: Config, where: str) -> LoopSpec:
-    """Read a Huginn config.json.
+    """Read the config.json of any variant.
 
-    `head_dim` is not read: published files carry one derived from another head count.
-    `init_scale` scales the random initial state; the reference takes it as an argument of the
-    call (1 by default), an engine fixes it.
+    A config of a retrofitted model that names no modelling file does not tell which one; it
+    is taken for recurrent OLMo-2, with a warning.
 
     Args:
         config: the parsed file.
         where: its name, for errors.
 
     Raises:
-        CheckpointError: a key is missing, malformed or asks for what is not supported.
+        CheckpointError: a key is missing, malformed, asks for what is not supported, or two
+            keys belong to different variants.
     """
     read = ConfigReader(config, where)
-    _refuse_retrofits(read)
-    read.expect("bias", False)
-    read.expect("nonlin_name", "SiLU")
-    read.expect("block_class_name", "SandwichBlock")
-    read.expect("mlp_class_name", "GatedMLP")
-    read.expect("injection_type", "linear")
-    read.expect("state_init", "like-init")
-    read.expect("test_time_noise", 0)
+    possible = _possible_variants(read, ())
+    if possible == _RETROFITS:
+        _logger.warning(
+            "%s: auto_map does not tell recurrent OLMo-2 from Llama; unless the tensors do, it is "
+            "taken for OLMo-2",
+            where,
+        )
+    return _parse(read, possible)
+
+
+def parse_with_names(config: Config, where: str, tensors: Collection[str]) -> LoopSpec:
+    """Read the config.json of the variant that config and tensor names agree on.
+
+    Raises:
+        CheckpointError: as in `parse_config`, or the tensors are another variant's.
+    """
+    read = ConfigReader(config, where)
+    return _parse(read, _possible_variants(read, tensors))
+
+
+def _parse(read: ConfigReader, possible: frozenset[str]) -> LoopSpec:
+    if HUGINN in possible:
+        return _parse_huginn(read)
+    variant = retrofit.OLMO if retrofit.OLMO in possible else retrofit.LLAMA
+    return retrofit.parse(read, ARCHITECTURE, variant)
+
+
+def _possible_variants(read: ConfigReader, tensors: Collection[str]) -> frozenset[str]:
+    possible, heard = _VARIANTS, list[_Clue]()
+    for clue in (*_config_clues(read), *_name_clues(tensors)):
+        if not possible & clue.variants:
+            rest = "; ".join(f"{other.what}: {_names(other.variants)}" for other in heard)
+            raise CheckpointError(
+                f"{read.where}: expected the keys and tensors of one model, found {clue.what}: "
+                f"{_names(clue.variants)}; {rest}"
+            )
+        possible &= clue.variants
+        heard.append(clue)
+    return possible
+
+
+def _names(variants: frozenset[str]) -> str:
+    return " or ".join(sorted(variants))
+
+
+def _config_clues(read: ConfigReader) -> Iterator[_Clue]:
+    modelling = str(read.mapping("auto_map").get("AutoModelForCausalLM"))
+    for part, variant in (("olmo", retrofit.OLMO), ("llama", retrofit.LLAMA)):
+        if part in modelling:
+            yield _Clue(f"auto_map {modelling!r}", frozenset({variant}))
+    if read.mapping("init_values").get("embed_scale") == 1.0:
+        yield _Clue("init_values.embed_scale 1.0", _RETROFITS)
+    if read.config.get("initial_state_mode") not in (None, retrofit.RANDOM):
+        yield _Clue(f"initial_state_mode {read.config['initial_state_mode']!r}", _RETROFITS)
+    if read.config.get("qk_bias") is True:
+        yield _Clue("qk_bias true", frozenset({HUGINN}))
+
+
+def _name_clues(tensors: Collection[str]) -> Iterator[_Clue]:
+    for ending, variant in _TELLING_NAMES.items():
+        for name in tensors:
+            if name.endswith(ending):
+                yield _Clue(f"tensor {name!r}", frozenset({variant}))
+                return
+
+
+def _parse_huginn(read: ConfigReader) -> LoopSpec:
+    """Read a Huginn config.
+
+    `head_dim` is not read: published files carry one derived from another head count.
+    `init_scale` scales the random initial state; the reference takes it as an argument of the
+    call (1 by default), an engine fixes it.
+    """
+    retrofit.expect_known_parts(read)
     hidden = read.integer("n_embd", "hidden_size")
     num_heads = read.integer("n_heads", "num_attention_heads")
     if hidden % num_heads:
@@ -80,22 +181,8 @@ def parse_config(config: Config, where: str) -> LoopSpec:
     )
 
 
-def _refuse_retrofits(read: ConfigReader) -> None:
-    """Recurrent OLMo-2 and Llama files name the same architecture; three keys betray them."""
-    modelling = str(read.mapping("auto_map").get("AutoModelForCausalLM"))
-    if (
-        read.mapping("init_values").get("embed_scale") == 1.0
-        or "initial_state_mode" in read.config
-        or "olmo" in modelling
-        or "llama" in modelling
-    ):
-        raise CheckpointError(
-            f"{read.where}: recurrent OLMo-2/Llama are not supported yet, only Huginn is"
-        )
-
-
 def weight_map(spec: LoopSpec) -> dict[str, WeightRecipe]:
-    """Recipes of every stored tensor of a Huginn checkpoint."""
+    """Recipes of every stored tensor of a checkpoint of any variant."""
     vocab, hidden = spec.vocab_size, spec.hidden_size
     recipes = {
         EMBEDDING: WeightRecipe.copy(_EMBEDDING, vocab, hidden),
@@ -113,20 +200,25 @@ def weight_map(spec: LoopSpec) -> dict[str, WeightRecipe]:
 
 def _layer(spec: LoopSpec, stored: str, source: str) -> dict[str, WeightRecipe]:
     hidden, wide = spec.hidden_size, spec.intermediate_size
+    query, key = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     recipes = {
-        f"{stored}norm_{i}.weight": WeightRecipe.copy(f"{source}norm_{i}.weight", hidden)
-        for i in (1, 2, 3, 4)
+        f"{stored}{ours}.weight": WeightRecipe.copy(f"{source}norm_{number}.weight", hidden)
+        for number, ours in enumerate(_NORMS[spec.block], start=1)
     }
     if spec.qk_bias:
-        rotated = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
         recipes[f"{stored}qk_bias"] = WeightRecipe.reshape(
-            f"{source}attn.qk_bias", (2, 1, spec.num_heads, spec.head_dim), (rotated,)
+            f"{source}attn.qk_bias", (2, 1, spec.num_heads, spec.head_dim), (query + key,)
         )
+    if spec.qk_norm:
+        for part, size in (("q_norm", query), ("k_norm", key)):
+            recipes[f"{stored}{part}.weight"] = WeightRecipe.copy(
+                f"{source}attn.{part}.weight", size
+            )
     return recipes | {
         f"{stored}qkv.weight": WeightRecipe.copy(
             f"{source}attn.Wqkv.weight", spec.qkv_size, hidden
         ),
-        f"{stored}o.weight": WeightRecipe.copy(f"{source}attn.proj.weight", hidden, hidden),
+        f"{stored}o.weight": WeightRecipe.copy(f"{source}attn.proj.weight", hidden, query),
         f"{stored}gate_up.weight": WeightRecipe.copy(f"{source}mlp.fc.weight", 2 * wide, hidden),
         f"{stored}down.weight": WeightRecipe.copy(f"{source}mlp.proj.weight", hidden, wide),
     }
@@ -138,5 +230,6 @@ FAMILY = Family(
     weight_map=weight_map,
     embedding=_EMBEDDING,
     head=_HEAD,
-    ignored=("freqs_cis",),
+    ignored=("freqs_cis", "*rotary_emb.inv_freq"),
+    parse_with_names=parse_with_names,
 )

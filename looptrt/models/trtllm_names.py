@@ -102,9 +102,7 @@ def _first_layer(phase: str, spec: LoopSpec) -> int:
     }[phase]
 
 
-def _norm_name(
-    stored: str, part: str, recipes: dict[str, WeightRecipe], spec: LoopSpec
-) -> str:
+def _norm_name(stored: str, part: str, recipes: dict[str, WeightRecipe], spec: LoopSpec) -> str:
     """Name of one of a layer's norms, by its place among them."""
     prefix = stored.removesuffix(part)
     norms = sorted(

@@ -14,13 +14,16 @@ from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import ManifestError
 from looptrt.manifest import WEIGHTS_NAME, Manifest
-from looptrt.models.blocks import LoopedModel, stored_names
-from looptrt.models.registry import family_of
+from looptrt.models.blocks import LoopedModel, build, stored_names
 
 
 def empty_model(manifest: Manifest) -> LoopedModel:
-    """The model that a manifest describes, with shapes only (meta device)."""
-    return family_of(manifest.spec.architecture).build(
+    """The model that a manifest describes, with shapes only (meta device).
+
+    The manifest's LoopSpec says all: the family that read the checkpoint, its package or its
+    file are not needed and not looked for.
+    """
+    return build(
         manifest.spec,
         manifest.layout,
         max_positions=manifest.limits.max_seq_len,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from looptrt.builder.build import BuildConfig, BuildPlan, build, plan_build
-from looptrt.builder.weights import fingerprint, write_weights
+from looptrt.builder.build import BuildConfig, BuildPlan, build, make_weights, plan_build
+from looptrt.builder.weights import fingerprint
 from looptrt.errors import BuildError, ManifestError
 from looptrt.loop_spec import NoiseMode
 from looptrt.manifest import Manifest
@@ -104,8 +104,7 @@ def test_two_builds_give_identical_bytes_and_replace_each_other(tmp_path: Path) 
 
 
 def model_id(plan: BuildPlan, path: Path) -> str:
-    stored = write_weights(plan.checkpoint, plan.recipes, plan.tables(), plan.weights, path, 1)
-    return fingerprint(plan.spec, plan.weights, stored, plan.recipes)
+    return fingerprint(plan.spec, plan.weights, make_weights(plan, path), plan.recipes)
 
 
 def test_fingerprint_is_the_models_and_not_the_builds(tmp_path: Path) -> None:

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from looptrt.builder.build import BuildConfig, build
-from looptrt.loop_spec import NoiseMode
+from looptrt.loop_spec import InitialState, NoiseMode
+from looptrt.plugins import reference
 from looptrt.runtime.request import SamplerParams
-from tests.support.checkpoints import tiny_huginn, tiny_ouro
-from tests.support.engines import Harness, assert_equals_oracle
+from tests.support.checkpoints import tiny_huginn, tiny_llama, tiny_olmo, tiny_ouro
+from tests.support.engines import Harness, assert_equals_oracle, depths_of
 from tests.support.oracle import DenseOracle
 
 Build = Callable[..., tuple[Path, DenseOracle]]
 MAKERS = {
     "ouro": tiny_ouro,
-    "ouro_gqa": lambda path: tiny_ouro(path, num_key_value_heads=2),
+    "ouro_gqa": partial(tiny_ouro, num_key_value_heads=2),
     "huginn": tiny_huginn,
+    "olmo": tiny_olmo,
+    "olmo_embed_init": partial(tiny_olmo, initial_state_mode="embed-init"),
+    "olmo_skip_adapter": partial(tiny_olmo, initial_state_mode="skip-adapter"),
+    "llama": tiny_llama,
+    "llama_embed_init": partial(tiny_llama, initial_state_mode="embed-init"),
+    "llama_skip_adapter": partial(tiny_llama, initial_state_mode="skip-adapter"),
 }
 VOCAB = 256
 
@@ -75,7 +84,7 @@ def test_mixed_batch_equals_oracle(engine_of: Build, model: str, page_size: int)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8, 13])
-@pytest.mark.parametrize("model", ["ouro", "huginn"])
+@pytest.mark.parametrize("model", ["ouro", "huginn", "olmo_skip_adapter", "llama"])
 def test_chunked_prefill_equals_oracle(engine_of: Build, model: str, chunk: int) -> None:
     engine_dir, oracle = engine_of(model)
     harness = Harness(engine_dir, max_num_tokens=chunk, max_batch_size=1)
@@ -132,12 +141,12 @@ def test_grid_makes_a_hit_bitwise_equal_to_a_miss(engine_of: Build) -> None:
     assert_all(oracle, harness)
 
 
-@pytest.mark.parametrize("model", ["ouro", "huginn"])
+@pytest.mark.parametrize("model", ["ouro", "huginn", "olmo_skip_adapter"])
 def test_preempted_requests_equal_oracle(engine_of: Build, model: str) -> None:
     """Case C4: a pool for one and a half requests; recomputation follows recorded depths."""
     engine_dir, oracle = engine_of(model)
     loops = 4
-    layout_units = 9 * (loops + (model == "huginn"))
+    layout_units = 9 * (loops + (model != "ouro"))
     unit_bytes = Harness(engine_dir).core.manifest.layout.unit_bytes
     harness = Harness(engine_dir, kv_cache_bytes=(layout_units + 1) * unit_bytes)
     for seed, shallow in enumerate([1, 4, 2]):
@@ -149,13 +158,13 @@ def test_preempted_requests_equal_oracle(engine_of: Build, model: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["shared", "ring2", "ring3", "ring4"])
-@pytest.mark.parametrize("model", ["ouro", "huginn"])
+@pytest.mark.parametrize("model", ["ouro", "huginn", "olmo"])
 @pytest.mark.parametrize("chunk", [5, 64])
 def test_ring_strategies_equal_the_replaying_oracle(
     engine_of: Build, model: str, strategy: str, chunk: int
 ) -> None:
     """Case B3: overwritten planes, held against an oracle that replays the chunks."""
-    core_layers = {"ouro": 3, "huginn": 4}[model]
+    core_layers = {"ouro": 3, "huginn": 4, "olmo": 3}[model]
     name = strategy.replace("ring", "compress-s")
     if name != "shared":
         name = f"compress-s{int(name[-1]) * core_layers}"
@@ -319,3 +328,73 @@ def test_seeded_sampling_ignores_neighbours(engine_of: Build) -> None:
         others.add(tuple(harness.answers[ids[1]].token_ids))
     assert len(answers) == 1
     assert len(others) > 1
+
+
+def bfloat16_errors(
+    oracle: DenseOracle, plain: DenseOracle, harness: Harness, request_id: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distances of the engine's logits and of plain bfloat16's from float32's."""
+    answer = harness.answers[request_id]
+    token_ids = [*answer.request.prompt.tolist(), *answer.token_ids]
+    spec, noise = harness.core.manifest.spec, None
+    if spec.initial_state is InitialState.RANDOM:
+        noise = reference.position_keyed_noise(
+            torch.empty(len(token_ids), spec.hidden_size, dtype=torch.bfloat16),
+            torch.arange(len(token_ids), dtype=torch.int32),
+            torch.full((len(token_ids),), answer.request.noise_seed, dtype=torch.int64),
+            std=spec.state_std,
+            scale=spec.state_scale,
+        )
+    first = answer.request.num_prompt - 1
+    chosen = slice(first, first + len(answer.token_ids))
+    want, rounded = (
+        model.logits(token_ids, depths_of(answer), noise)[chosen] for model in (oracle, plain)
+    )
+    return torch.stack(answer.logits) - want, rounded - want
+
+
+def scale_rows(checkpoint: Path) -> None:
+    """Give tokens 1, 2 and 3 embeddings of magnitude 300, 1e-3 and 0."""
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.embed_tokens.weight"
+    embedding = tensors[name if name in tensors else "transformer.wte.weight"]
+    for token, magnitude in ((1, 300.0), (2, 1e-3), (3, 0.0)):
+        embedding[token] *= magnitude
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("model", MAKERS)
+def test_bfloat16_is_no_worse_than_plain_bfloat16(model: str, tmp_path: Path) -> None:
+    """Case D5: root-mean-square distance from float32, over depth pairs."""
+    checkpoint = MAKERS[model](tmp_path / "c", dtype=torch.bfloat16)
+    oracle, plain = (
+        DenseOracle.from_checkpoint(checkpoint, dtype) for dtype in (torch.float32, torch.bfloat16)
+    )
+    build(BuildConfig(checkpoint, tmp_path / "e", tokens_per_block=8))
+    harness = Harness(tmp_path / "e")
+    assert harness.core.manifest.dtype == "bfloat16"
+    for seed, (length, shallow) in enumerate([(5, 4), (17, 2), (33, 1), (24, 4)]):
+        harness.add(prompt_of(length, seed), 8, prefill_loops=shallow)
+    harness.drain()
+    pairs = [bfloat16_errors(oracle, plain, harness, i) for i in harness.answers]
+    ours, theirs = (torch.cat(errors).pow(2).mean().sqrt() for errors in zip(*pairs, strict=True))
+    assert 0 < theirs < 0.2
+    assert ours <= 1.5 * theirs
+
+
+@pytest.mark.parametrize("model", MAKERS)
+def test_extreme_rows_and_many_loops_stay_finite_in_bfloat16(model: str, tmp_path: Path) -> None:
+    """Case D5: embeddings of magnitude 300, 1e-3 and 0, and 64 loops."""
+    checkpoint = MAKERS[model](tmp_path / "c", dtype=torch.bfloat16)
+    scale_rows(checkpoint)
+    build(BuildConfig(checkpoint, tmp_path / "e", tokens_per_block=8, max_loops=64))
+    harness = Harness(tmp_path / "e")
+    harness.add([1, 2, 3, 1, 3, 2, 9, 3], 4, loops=64, prefill_loops=3)
+    for token in (1, 2, 3):
+        harness.add([token] * 6, 3)
+    harness.drain()
+    for answer in harness.answers.values():
+        logits = torch.stack(answer.logits)
+        assert logits.isfinite().all()
+        assert float(logits.abs().max()) > 0

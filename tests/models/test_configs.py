@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
 
 from looptrt.errors import CheckpointError
-from looptrt.loop_spec import BlockKind, InitialState, LoopSpec, RopeSpec, RopeStyle
+from looptrt.loop_spec import (
+    BlockKind,
+    InitialState,
+    LoopSpec,
+    RopeScaling,
+    RopeScalingKind,
+    RopeSpec,
+    RopeStyle,
+)
 from looptrt.models.registry import family_of
-from tests.support.checkpoints import huginn_config, huginn_tensors, ouro_config, ouro_tensors
+from tests.support.checkpoints import (
+    huginn_config,
+    huginn_tensors,
+    llama_config,
+    llama_tensors,
+    olmo_config,
+    olmo_tensors,
+    ouro_config,
+    ouro_tensors,
+)
 
 WHERE = "somewhere/config.json"
 
@@ -21,6 +40,14 @@ def ouro(**changes: Any) -> LoopSpec:
 
 def huginn(**changes: Any) -> LoopSpec:
     return family_of("RavenForCausalLM").parse_config(huginn_config(**changes), WHERE)
+
+
+def olmo(**changes: Any) -> LoopSpec:
+    return family_of("RavenForCausalLM").parse_config(olmo_config(**changes), WHERE)
+
+
+def llama(**changes: Any) -> LoopSpec:
+    return family_of("RavenForCausalLM").parse_config(llama_config(**changes), WHERE)
 
 
 def test_ouro_is_read_in_full() -> None:
@@ -133,18 +160,196 @@ def test_huginn_configs_that_are_refused(changes: dict[str, Any], message: str) 
         huginn(**changes)
 
 
+def raven(config: dict[str, Any], tensors: Collection[str]) -> LoopSpec:
+    """A Raven config read with the tensor names beside it."""
+    parse = family_of("RavenForCausalLM").parse_with_names
+    assert parse is not None
+    return parse(config, WHERE, tensors)
+
+
+def test_recurrent_olmo_is_read_in_full() -> None:
+    spec = olmo()
+    assert (spec.prelude_layers, spec.core_layers, spec.coda_layers) == (2, 3, 1)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (4, 2, 16)
+    assert (spec.num_loops, spec.max_position, spec.norm_eps) == (4, 128, 1e-6)
+    assert spec.rope == RopeSpec(RopeStyle.HALF_SPLIT, 500000.0, in_float32=True)
+    assert (spec.block, spec.initial_state) == (BlockKind.POST_NORM, InitialState.RANDOM)
+    assert (spec.state_std, spec.state_scale, spec.embedding_scale) == (0.5, 1.0, 1.0)
+    assert (spec.qk_norm, spec.qk_bias, spec.tied_head) == (True, False, False)
+    assert (spec.norm_before_coda, spec.norm_before_head, spec.norm_after_loop) == (
+        False,
+        True,
+        False,
+    )
+    assert spec.adapter
+    assert not spec.skip_first_adapter
+
+
+def test_recurrent_llama_is_read_in_full() -> None:
+    spec = llama()
+    assert (spec.block, spec.qk_norm, spec.qk_bias) == (BlockKind.PRE_NORM, False, False)
+    assert (spec.num_kv_heads, spec.norm_eps, spec.norm_before_coda) == (2, 1e-5, False)
+    scaling = RopeScaling(RopeScalingKind.LLAMA3, 4.0, 1.0, 4.0, 32)
+    assert spec.rope == RopeSpec(RopeStyle.HALF_SPLIT, 10000.0, in_float32=False, scaling=scaling)
+
+
+@pytest.mark.parametrize("read", [olmo, llama])
 @pytest.mark.parametrize(
-    "changes",
+    ("mode", "state", "skips"),
     [
-        {"init_values": {"std": 0.0087, "embed_scale": 1.0}},
-        {"initial_state_mode": "embed-init"},
-        {"auto_map": {"AutoModelForCausalLM": "raven_modeling_minimal_olmo.RavenForCausalLM"}},
-        {"auto_map": {"AutoModelForCausalLM": "raven_modeling_minimal_llama.RavenForCausalLM"}},
+        ("random", InitialState.RANDOM, False),
+        (..., InitialState.RANDOM, False),
+        ("embed-init", InitialState.PRELUDE, False),
+        ("skip-adapter", InitialState.PRELUDE, True),
     ],
 )
-def test_retrofitted_models_are_not_taken_for_huginn(changes: dict[str, Any]) -> None:
-    with pytest.raises(CheckpointError, match="recurrent OLMo-2/Llama are not supported yet"):
+def test_initial_state_modes(
+    read: Callable[..., LoopSpec], mode: object, state: InitialState, skips: bool
+) -> None:
+    spec = read(initial_state_mode=mode)
+    assert (spec.initial_state, spec.skip_first_adapter) == (state, skips)
+    assert (spec.state_std > 0) == (state is InitialState.RANDOM)
+
+
+def test_a_llama_with_a_state_mode_is_followed_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    llama(initial_state_mode="embed-init")
+    assert "the reference's Llama file does not read the key" in caplog.text
+
+
+@pytest.mark.parametrize("read", [olmo, llama])
+def test_retrofits_read_what_the_reference_reads(read: Callable[..., LoopSpec]) -> None:
+    """The stale values of converted configs change nothing; init_values does."""
+    assert read() == read(rope_base=1e6, block_size=1, effective_expected_depth=3, n_layers=99)
+    spec = read(init_values={"std": 0.0087039, "embed_scale": 3.0}, init_scale=0.5)
+    assert (spec.state_std, spec.state_scale) == (0.0087039 * 0.5, 3.0)
+    assert spec.embedding_scale == 3.0
+    spec = read(init_values=...)
+    assert (spec.state_std, spec.embedding_scale) == (math.sqrt(2 / (5 * 64)), 8.0)
+
+
+def test_linear_and_default_rope_scaling() -> None:
+    linear = llama(rope_scaling={"type": "linear", "factor": 2.0}).rope.scaling
+    assert linear == RopeScaling(RopeScalingKind.LINEAR, 2.0)
+    for none in (..., None, {}, {"rope_type": "default"}):
+        assert llama(rope_scaling=none).rope.scaling is None
+
+
+@pytest.mark.parametrize("read", [olmo, llama])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": ...}, "rope_theta: expected a value"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling: rope_type: expected 'default', "),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor: expected a value"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling: rope_type or type: expected a value"),
+        ({"rope_scaling": {"rope_type": "default", "type": "linear"}}, "rope_scaling: type: exp"),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "low_freq_factor": 4, "high_freq_factor": 4}},
+            "rope_scaling: high_freq_factor: expected more than low_freq_factor, 4.0, found 4.0",
+        ),
+        ({"rope_parameters": {}}, "rope_parameters: expected null or no key"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1.0"),
+        ({"initial_state_mode": "zeros"}, "initial_state_mode: expected 'random' or 'embed-init'"),
+        ({"initial_state_mode": ["random"]}, "initial_state_mode: expected a string"),
+        ({"init_values": {"std": -1}}, "init_values: std: expected a number of at least 0"),
+        ({"max_position_embeddings": ...}, "max_position_embeddings: expected a value"),
+        ({"num_key_value_heads": 3}, "num_kv_heads: 4 heads are not a multiple of 3"),
+        ({"mean_recurrence": 0}, "mean_recurrence: expected an integer of at least 1"),
+        ({"test_time_noise": 1}, "test_time_noise: expected 0"),
+    ],
+)
+def test_retrofit_configs_that_are_refused(
+    read: Callable[..., LoopSpec], changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"^{WHERE}: {message}"):
+        read(**changes)
+
+
+def test_head_dim_is_free_in_olmo_and_not_in_llama() -> None:
+    assert olmo(head_dim=32).head_dim == 32
+    assert olmo(head_dim=...).head_dim == llama(head_dim=...).head_dim == 16
+    with pytest.raises(CheckpointError, match="head_dim: expected 16, found 32"):
+        llama(head_dim=32)
+
+
+MAKERS = {
+    "huginn": (huginn_config, huginn_tensors),
+    "olmo": (olmo_config, olmo_tensors),
+    "llama": (llama_config, llama_tensors),
+}
+BLOCKS = {
+    "huginn": BlockKind.SUM_NORM,
+    "olmo": BlockKind.POST_NORM,
+    "llama": BlockKind.PRE_NORM,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_tensor_names_tell_the_variant_where_the_config_does_not(name: str) -> None:
+    make_config, make_tensors = MAKERS[name]
+    config = make_config()
+    names = make_tensors(config)
+    assert raven(config, names).block is BLOCKS[name]
+    config.pop("auto_map", None)
+    assert raven(config, names).block is BLOCKS[name]
+
+
+def test_a_retrofit_without_names_and_modelling_file_is_taken_for_olmo_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert olmo(auto_map=...).block is BlockKind.POST_NORM
+    assert "auto_map does not tell" in caplog.text
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("other", MAKERS)
+def test_a_config_with_another_variants_tensors_is_refused(name: str, other: str) -> None:
+    """Nothing is run as what it is not, whichever side is wrong."""
+    config, tensors = MAKERS[name][0](), MAKERS[other][1](MAKERS[other][0]())
+    if name == other:
+        assert raven(config, tensors).block is BLOCKS[name]
+        return
+    with pytest.raises(CheckpointError, match=rf"^{WHERE}: expected the keys and tensors of one"):
+        raven(config, tensors)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"init_values": {"std": 0.0087, "embed_scale": 1.0}}, "qk_bias true: Huginn; init_val"),
+        ({"initial_state_mode": "embed-init"}, "qk_bias true: Huginn; initial_state_mode 'embed"),
+        (
+            {"auto_map": {"AutoModelForCausalLM": "raven_modeling_minimal_olmo.RavenForCausalLM"}},
+            "qk_bias true: Huginn; auto_map 'raven_modeling_minimal_olmo.RavenForCausalLM': rec",
+        ),
+    ],
+)
+def test_contradicting_keys_are_refused(changes: dict[str, Any], found: str) -> None:
+    with pytest.raises(CheckpointError, match=f"of one model, found {found}"):
         huginn(**changes)
+
+
+@pytest.mark.parametrize("name", ["olmo", "llama"])
+@pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 4}])
+def test_retrofit_recipes_name_every_tensor_with_its_shape(
+    name: str, changes: dict[str, Any]
+) -> None:
+    config = MAKERS[name][0](**changes)
+    tensors = MAKERS[name][1](config)
+    recipes = family_of("RavenForCausalLM").weight_map(raven(config, tensors))
+    named = {
+        source: shape
+        for recipe in recipes.values()
+        for source, shape in zip(recipe.sources, recipe.hf_shapes, strict=True)
+    }
+    assert named == {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("read", [ouro, huginn, olmo, llama])
+def test_a_spec_survives_json(read: Callable[..., LoopSpec]) -> None:
+    assert LoopSpec.from_json(json.loads(json.dumps(read().to_json()))) == read()
 
 
 @pytest.mark.parametrize("changes", [{}, {"num_key_value_heads": 2}, {"head_dim": 32}])
@@ -169,5 +374,5 @@ def test_huginn_recipes_name_every_tensor_with_its_shape() -> None:
         for source, shape in zip(recipe.sources, recipe.hf_shapes, strict=True)
     }
     extra = set(tensors) - set(named)
-    assert extra == set(family.ignored)
+    assert extra == {"freqs_cis"} <= set(family.ignored)
     assert named == {name: tuple(tensors[name].shape) for name in named}

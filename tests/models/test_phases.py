@@ -10,14 +10,24 @@ import torch
 from torch import Tensor
 from torch.export import Dim, export
 
-from looptrt.errors import BuildError, CheckpointError
-from looptrt.loop_spec import BlockKind, InitialState, NoiseMode
+from looptrt.errors import BuildError
+from looptrt.kv_layout import PlaneLayout
+from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.models import blocks
 from looptrt.models.blocks import LoopedModel, stored_names
 from looptrt.models.registry import family_of
 from tests.models.phases import MAX_POSITIONS, Sequences, build, fill, run, spec_and_layout
 from tests.plugins.pools import assert_bitwise, int32
-from tests.support.checkpoints import huginn_config, huginn_tensors, ouro_config, ouro_tensors
+from tests.support.checkpoints import (
+    huginn_config,
+    huginn_tensors,
+    llama_config,
+    llama_tensors,
+    olmo_config,
+    olmo_tensors,
+    ouro_config,
+    ouro_tensors,
+)
 from tests.support.oracle import DenseOracle
 
 TOKENS = [(7 * i * i + 3) % 256 for i in range(24)]
@@ -25,6 +35,11 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Tensor]]] = {
     "ouro": (ouro_config(), ouro_tensors(ouro_config())),
     "huginn": (huginn_config(), huginn_tensors(huginn_config())),
 }
+for mode in ("random", "embed-init", "skip-adapter"):
+    config = olmo_config(initial_state_mode=mode)
+    MODELS[f"olmo-{mode}"] = (config, olmo_tensors(config))
+    config = llama_config(initial_state_mode=mode)
+    MODELS[f"llama-{mode}"] = (config, llama_tensors(config))
 GQA = ouro_config(num_key_value_heads=2, head_dim=32)
 MODELS["ouro_gqa"] = (GQA, ouro_tensors(GQA))
 
@@ -220,6 +235,7 @@ def test_embedding_scale_is_on_the_embedding_and_not_on_the_head() -> None:
 def test_inverse_frequencies_are_right_to_float32(name: str) -> None:
     """Case A8: the tables are our own, and close to float64."""
     spec, _ = spec_and_layout(MODELS[name][0])
+    spec = dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, scaling=None))
     exponents = torch.arange(0, spec.head_dim, 2, dtype=torch.float64) / spec.head_dim
     want = spec.rope.base**-exponents
     relative = (blocks.inverse_frequencies(spec).double() / want - 1).abs().max()
@@ -255,25 +271,68 @@ def test_positions_the_model_does_not_define_are_refused(max_positions: int) -> 
         )
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"block": BlockKind.POST_NORM},
-        {"block": BlockKind.PRE_NORM},
-        {"initial_state": InitialState.EMBEDDING},
-    ],
-    ids=str,
-)
-def test_what_is_not_there_yet_is_refused(change: dict[str, Any]) -> None:
-    spec, layout = spec_and_layout(MODELS["ouro"][0])
-    with pytest.raises(CheckpointError, match="not supported yet"):
-        blocks.build(
-            dataclasses.replace(spec, **change),
-            layout,
-            max_positions=8,
-            dtype=torch.float32,
-            noise_mode=NoiseMode.POSITION,
+def test_a_skipped_adapter_refuses_planes_that_do_not_tell_the_loops() -> None:
+    spec, _ = spec_and_layout(MODELS["olmo-skip-adapter"][0])
+    for kv_planes in ("shared", "compress-s6"):
+        layout = PlaneLayout.of(
+            spec, page_size=4, max_loops=4, dtype="float32", kv_planes=kv_planes
         )
+        with pytest.raises(BuildError, match=f"--kv_planes {kv_planes}: .*; use latest"):
+            blocks.build(
+                spec,
+                layout,
+                max_positions=8,
+                dtype=torch.float32,
+                noise_mode=NoiseMode.POSITION,
+            )
+
+
+def first_input(name: str, loops: int) -> tuple[Tensor, Tensor]:
+    """Injection and next state where the core has no layers: what a loop starts with."""
+    seqs = sequences(name)
+    seqs.model.core.layers = torch.nn.ModuleList()
+    generator = torch.Generator().manual_seed(4)
+    state, injection = (torch.randn(5, 64, generator=generator) for _ in range(2))
+    kv = {name: int32([0]) for name in ("positions", "cu_seqlens", "seq_slots", "block_table")}
+    tensors = {"state": state, "injection": injection, "rows": torch.arange(5).int(), **kv}
+    tensors |= {"kv_pool": seqs.pool.kv_pool, "plane": int32([loops])}
+    return injection, run(seqs.model.core, tensors)["next_state"]
+
+
+def test_the_first_loop_of_a_skipped_adapter_starts_with_the_injection_s_own_bits() -> None:
+    injection, start = first_input("olmo-skip-adapter", 0)
+    assert_bitwise(start, injection)
+    injection, later = first_input("olmo-skip-adapter", 1)
+    _, adapted = first_input("olmo-random", 0)
+    assert_bitwise(later, adapted)
+
+
+def test_an_embedding_state_is_the_embedding_before_the_prelude_s_layers() -> None:
+    seqs = sequences("olmo-random")
+    model = seqs.model
+    model.prelude.spec = dataclasses.replace(model.spec, initial_state=InitialState.EMBEDDING)
+    kv = {"positions": torch.arange(3).int(), "cu_seqlens": int32([0, 3]), "seq_slots": int32([0])}
+    inputs = {"input_ids": int32([1, 2, 3]), "noise_seeds": torch.zeros(3).long(), **kv}
+    inputs |= {"block_table": seqs.table, "kv_pool": seqs.pool.kv_pool, "plane": int32([0])}
+    outputs = run(model.prelude, inputs)
+    assert_bitwise(outputs["state"], model.prelude.embedding.weight[1:4])
+    assert not torch.equal(outputs["injection"], outputs["state"])
+
+
+def test_llama3_frequencies_are_stretched_by_wavelength() -> None:
+    """Long wavelengths by the factor, short ones not at all, those between by less."""
+    config = llama_config()
+    plain, _ = spec_and_layout(llama_config(rope_scaling=None))
+    scaled, _ = spec_and_layout(config)
+    ratio = blocks.inverse_frequencies(plain) / blocks.inverse_frequencies(scaled)
+    assert ratio.unique().tolist()[0] == 1.0
+    assert ratio.unique().tolist()[-1] == 4.0
+    between = (ratio > 1.0) & (ratio < 4.0)
+    assert between.any()
+    assert bool((ratio.diff() >= 0).all())
+    oracle = DenseOracle(config, llama_tensors(config))
+    want = oracle._angles(torch.tensor([1]))[0, 0]
+    torch.testing.assert_close(blocks.inverse_frequencies(scaled), want, rtol=1e-6, atol=0.0)
 
 
 def example_inputs(
@@ -293,6 +352,8 @@ def example_inputs(
     sizes = {"tokens": 6, "rows": 5, "logit_rows": 3, "seqs": 2, "ends": 3, "slots": 8, "pages": 7}
     here = "rows" if phase == "core" else "tokens"
     dtype, hidden = torch.bfloat16, model.spec.hidden_size
+    boundary = model.spec.prelude_layers + model.spec.coda_layers
+    num_rows = model.spec.num_loops + -(-boundary // model.spec.core_layers)
     shapes: dict[str, tuple[torch.dtype, tuple[Any, ...]]] = {
         "input_ids": (torch.int32, ("tokens",)),
         "noise_seeds": (torch.int64, ("tokens",)),
@@ -304,7 +365,7 @@ def example_inputs(
         "positions": (torch.int32, (here,)),
         "cu_seqlens": (torch.int32, ("ends",)),
         "seq_slots": (torch.int32, ("seqs",)),
-        "block_table": (torch.int32, ("slots", 5, "pages")),
+        "block_table": (torch.int32, ("slots", num_rows, "pages")),
         "kv_pool": (torch.int64, (2,)),
         "plane": (torch.int32, (1,)),
     }
@@ -324,6 +385,9 @@ def example_inputs(
         ("ouro", NoiseMode.POSITION, "meta"),
         ("huginn", NoiseMode.POSITION, "meta"),
         ("huginn", NoiseMode.SEQUENTIAL, "cpu"),
+        ("olmo-random", NoiseMode.POSITION, "meta"),
+        ("olmo-skip-adapter", NoiseMode.POSITION, "meta"),
+        ("llama-embed-init", NoiseMode.POSITION, "meta"),
     ],
 )
 def test_phases_export_with_dynamic_sizes(

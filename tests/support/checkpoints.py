@@ -9,6 +9,7 @@ seed gives the same weights. Shapes and names follow models.md, not the product'
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -419,3 +420,88 @@ def with_remote_code(checkpoint: Path) -> Path:
     }
     path.write_text(json.dumps(config, indent=2), encoding="utf-8")
     return checkpoint
+
+
+_TRTLLM_WHOLE = {
+    "model.embed_tokens": "transformer.vocab_embedding",
+    "transformer.wte": "transformer.vocab_embedding",
+    "model.norm": "transformer.ln_f",
+    "model.early_exit_gate": "transformer.exit_gate",
+}
+_TRTLLM_PARTS = {
+    "self_attn.o_proj": "attention.dense",
+    "mlp.gate_proj": "mlp.fc",
+    "mlp.up_proj": "mlp.gate",
+    "mlp.down_proj": "mlp.proj",
+    "input_layernorm_2": "post_layernorm",
+    "post_attention_layernorm": "pre_feedforward_layernorm",
+    "post_attention_layernorm_2": "post_feedforward_layernorm",
+    "attn.Wqkv": "attention.qkv",
+    "attn.q_norm": "attention.q_layernorm",
+    "attn.k_norm": "attention.k_layernorm",
+    "attn.proj": "attention.dense",
+}
+_TRTLLM_NORMS = {
+    "huginn": (
+        "input_layernorm",
+        "post_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+    "olmo": ("post_layernorm", "post_feedforward_layernorm"),
+    "llama": ("input_layernorm", "post_layernorm"),
+}
+
+
+def trtllm_tensors(config: Config, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """A checkpoint's tensors under TensorRT-LLM's names; those with no other name keep theirs."""
+    parts = {"prelude": 0, "core_block": config.get("n_layers_in_prelude", 0), "model": 0}
+    parts["coda"] = parts["core_block"] + config.get("n_layers_in_recurrent_block", 0)
+    named: Tensors = {}
+    for name, tensor in tensors.items():
+        layer = re.fullmatch(r"(?:transformer\.)?(\w+?)(?:\.layers)?\.(\d+)\.(.+)", name)
+        if layer is None or layer[1] not in parts:
+            stem, dot, ending = name.rpartition(".")
+            named[_TRTLLM_WHOLE.get(stem, stem) + dot + ending] = tensor
+            continue
+        prefix = f"transformer.layers.{parts[layer[1]] + int(layer[2])}."
+        named |= _trtllm_part(tensors, name.removesuffix(layer[3]), prefix, layer[3], tensor)
+    return named
+
+
+def _trtllm_part(
+    tensors: Mapping[str, torch.Tensor], source: str, prefix: str, part: str, tensor: torch.Tensor
+) -> Tensors:
+    stem, _, ending = part.rpartition(".")
+    if part == "attn.qk_bias":
+        return {f"{prefix}attention.qk_bias": tensor.flatten()}
+    if stem == "mlp.fc":
+        gate, up = tensor.chunk(2)
+        return {f"{prefix}mlp.fc.weight": gate.clone(), f"{prefix}mlp.gate.weight": up.clone()}
+    if stem in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"):
+        rows = [tensors[f"{source}self_attn.{which}_proj.weight"] for which in "qkv"]
+        return {f"{prefix}attention.qkv.weight": torch.cat(rows)}
+    if stem.startswith("norm_"):
+        has_qk_norm = f"{source}attn.q_norm.weight" in tensors
+        has_four = f"{source}norm_3.weight" in tensors
+        norms = _TRTLLM_NORMS["huginn" if has_four else "olmo" if has_qk_norm else "llama"]
+        return {f"{prefix}{norms[int(stem[-1]) - 1]}.weight": tensor}
+    return {f"{prefix}{_TRTLLM_PARTS.get(stem, stem)}.{ending}": tensor}
+
+
+def write_trtllm_checkpoint(
+    directory: Path, config: Config, tensors: Mapping[str, torch.Tensor], **changes: object
+) -> Path:
+    """Write a TensorRT-LLM checkpoint directory; `changes` go to the keys around `hf_config`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    outer = {
+        "architecture": config["architectures"][0],
+        "dtype": config["torch_dtype"],
+        "mapping": {"world_size": 1, "tp_size": 1, "pp_size": 1},
+        "hf_config": config,
+    }
+    text = json.dumps(_changed(outer, changes), indent=2)
+    (directory / "config.json").write_text(text, encoding="utf-8")
+    named = {name: tensor.contiguous() for name, tensor in trtllm_tensors(config, tensors).items()}
+    save_file(named, directory / "rank0.safetensors")
+    return directory
