@@ -72,6 +72,39 @@ def fenced_add_rms_norm_rms_norm(
     return h, fenced_rms_norm(h, next_weight, eps=eps)
 
 
+def fenced_qk_norm(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+) -> Tensor:
+    """RMSNorm of the whole q and of the whole k, all heads together; v passes through.
+
+    Args:
+        qkv: [T, (num_heads + 2 * num_kv_heads) * head_dim].
+        q_weight: [num_heads * head_dim].
+        k_weight: [num_kv_heads * head_dim].
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        head_dim: channels of a head.
+        eps: added to the mean squares.
+
+    Returns:
+        qkv's shape and dtype.
+    """
+    sizes = [num_heads * head_dim, *[num_kv_heads * head_dim] * 2]
+    query, key, value = torch.split(qkv, sizes, dim=1)
+    normed = (
+        fenced_rms_norm(query, q_weight, eps=eps),
+        fenced_rms_norm(key, k_weight, eps=eps),
+    )
+    return torch.cat((*normed, value), dim=1)
+
+
 def fenced_rope(
     qkv: Tensor,
     positions: Tensor,

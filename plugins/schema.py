@@ -97,6 +97,7 @@ def derived_sizes(attributes: Mapping[str, float]) -> dict[str, int]:
     )
     return {
         "Q": heads * head_dim,
+        "K": kv_heads * head_dim,
         "QK": (heads + kv_heads) * head_dim,
         "QKV": (heads + 2 * kv_heads) * head_dim,
         "PAIRS": head_dim // 2,
@@ -178,6 +179,13 @@ OPS = (
         ),
         outputs=(_float("h", "T", "H"), _float("y", "T", "H")),
         attributes=_EPS,
+        level=Exactness.EQUALS_TORCH,
+    ),
+    OpSchema(
+        "fenced_qk_norm",
+        inputs=(_float("qkv", "T", "QKV"), _float("q_weight", "Q"), _float("k_weight", "K")),
+        outputs=(_float("normed", "T", "QKV"),),
+        attributes=(*_HEADS, *_EPS),
         level=Exactness.EQUALS_TORCH,
     ),
     OpSchema(

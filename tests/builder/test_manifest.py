@@ -29,7 +29,7 @@ EDITS: dict[str, Edit] = {
     "field removed": lambda d: d["pretrained_config"]["loop_spec"].pop("embedding_scale"),
     "epsilon": lambda d: d["pretrained_config"]["loop_spec"].update(norm_eps=0.9),
     "loops": lambda d: d["pretrained_config"]["loop_spec"].update(num_loops=1),
-    "end tokens": lambda d: d["looptrt"]["tokens"].update(eos=[]),
+    "end tokens": lambda d: d["looptrt"]["tokens"].update(eos=[7]),
     "page size": lambda d: d["looptrt"]["plane_layout"].update(page_size=16),
     "version": lambda d: d.update(version="99.0"),
     "backend": lambda d: d["looptrt"].update(backend="tensorrt"),

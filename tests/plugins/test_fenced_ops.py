@@ -78,6 +78,31 @@ def test_joins_have_the_eager_bits(dtype: torch.dtype) -> None:
 
 
 @by_dtype
+@pytest.mark.parametrize("magnitude", [300.0, 1.0, 1e-3, 0.0])
+def test_qk_norm_has_the_eager_bits(dtype: torch.dtype, magnitude: float) -> None:
+    """Recurrent OLMo-2: one norm over all heads of q, one over all of k, before the split."""
+    qkv = random(7, QKV, dtype=dtype) * magnitude
+    q_weight, k_weight = random(64, dtype=dtype, seed=1), random(32, dtype=dtype, seed=2)
+    got = OPS.fenced_qk_norm(qkv, q_weight, k_weight, **HEADS, eps=EPS)
+    query, key, value = qkv.split([64, 32, 32], dim=1)
+    assert_bitwise(got[:, :64], EagerRMSNorm(q_weight)(query))
+    assert_bitwise(got[:, 64:96], EagerRMSNorm(k_weight)(key))
+    assert_bitwise(got[:, 96:], value)
+    assert got.isfinite().all()
+
+
+@by_dtype
+def test_half_split_rope_in_float32_is_recurrent_olmo_s(dtype: torch.dtype) -> None:
+    qkv, positions = random(6, QKV, dtype=dtype), int32([0, 1, 7, 49, 20, 3])
+    cos, sin = (torch.cat((t, t), dim=-1) for t in (angles().cos(), angles().sin()))
+    cos, sin = (table[positions.long()][:, None] for table in (cos, sin))
+    rotating = qkv[:, :QK].view(6, 6, 16)
+    want = (rotating * cos + rotate_half(rotating) * sin).to(dtype)
+    got = OPS.fenced_rope(qkv, positions, angles().cos(), angles().sin(), **HEADS, interleaved=0)
+    assert_bitwise(got[:, :QK], want.flatten(1))
+
+
+@by_dtype
 def test_silu_mul_rounds_silu_before_the_product(dtype: torch.dtype) -> None:
     gate_up = random(5, 2 * 88, dtype=dtype)
     gate, up = gate_up[:, :88], gate_up[:, 88:]
