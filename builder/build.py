@@ -16,17 +16,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from looptrt import __version__
+from looptrt.builder.build_config import BuildConfig
 from looptrt.builder.casts import TORCH_DTYPES, CastLog
-from looptrt.builder.engine_dir import atomic_directory, check_target
+from looptrt.builder.engine_dir import (
+    atomic_directory,
+    check_beside_checkpoint,
+    check_path,
+    check_target,
+)
 from looptrt.builder.export import export_phases
+from looptrt.builder.limits import build_limits, check_counts, check_memory
 from looptrt.builder.random_weights import RANDOM_SEED, random_weight
 from looptrt.builder.source import Source, open_checkpoint, open_config
-from looptrt.builder.tokens import TOKENIZER_FILES, token_ids
+from looptrt.builder.tokens import token_ids, tokenizer_files
 from looptrt.builder.weights import WeightsLayout, fingerprint, write_weights
 from looptrt.errors import BuildError
 from looptrt.kv_layout import PlaneLayout
@@ -45,51 +51,10 @@ from looptrt.models.blocks import LoopedModel, rope_tables
 from looptrt.models.checkpoint import Checkpoint
 from looptrt.models.family import WeightRecipe
 
-_DEFAULT_INPUT_LEN = 1024
 _TOOLS = ("torch", "onnx", "onnx-ir", "safetensors")
 _BACKEND = "pytorch"
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class BuildConfig:
-    """What a build is asked for; None leaves a choice to the model (see the flags' help).
-
-    One of `checkpoint_dir` and `model_config` is given; with the latter, a config file alone,
-    the weights are random.
-    """
-
-    checkpoint_dir: Path | None
-    output_dir: Path
-    max_batch_size: int = 128
-    max_input_len: int | None = None
-    max_seq_len: int | None = None
-    max_num_tokens: int = 8192
-    tokens_per_block: int = 32
-    max_loops: int | None = None
-    kv_planes: str = "latest"
-    noise: NoiseMode = NoiseMode.POSITION
-    dtype: str | None = None
-    gpt_attention_plugin: str = "auto"
-    logits_dtype: str = "float32"
-    backend: str = "auto"
-    workers: int = 1
-    model_config: Path | None = None
-    model_cls_file: Path | None = None
-    model_cls_name: str | None = None
-
-    def recorded(self) -> dict[str, Any]:
-        """The flags that shape the engine, as JSON, and where its weights are from."""
-        left_out = ("checkpoint_dir", "output_dir", "workers", "model_config", "model_cls_file")
-        names = [name for name in self.__dataclass_fields__ if name not in left_out]
-        flags = {name: getattr(self, name) for name in names}
-        return flags | {"weights": self.weights_source}
-
-    @property
-    def weights_source(self) -> str:
-        """Where the weights come from, in words."""
-        return "checkpoint" if self.model_config is None else f"random, seed {RANDOM_SEED}"
 
 
 @dataclass(frozen=True)
@@ -106,6 +71,20 @@ class BuildPlan:
     recipes: Mapping[str, WeightRecipe]
     model: LoopedModel
     weights: WeightsLayout
+    text_files: Mapping[str, Path | str]
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """Every file that is read for the engine."""
+        checkpoint, config = self.checkpoint, self.config
+        texts = [file for file in self.text_files.values() if isinstance(file, Path)]
+        return (
+            checkpoint.config_path,
+            checkpoint.listing,
+            *{entry.file for entry in checkpoint.tensors.values()},
+            *texts,
+            *filter(None, (config.model_config, config.model_cls_file)),
+        )
 
     def tables(self) -> dict[str, torch.Tensor]:
         """The rope tables: what the model stores and no checkpoint holds."""
@@ -148,6 +127,7 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         CheckpointError: the checkpoint cannot be used; names file, tensor and key.
     """
     _check_flags(config)
+    _check_paths(config)
     source = _source(config)
     checkpoint, spec = source.checkpoint, source.spec
     dtype = _dtype(config, checkpoint)
@@ -164,7 +144,8 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         dtype=dtype,
         kv_planes=config.kv_planes,
     )
-    limits = _limits(config, spec)
+    limits = build_limits(config, spec)
+    check_memory(spec, layout, limits)
     model = source.family.build(
         spec,
         layout,
@@ -174,19 +155,21 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         logits_dtype=TORCH_DTYPES[config.logits_dtype],
         device="meta",
     )
-    check_target(config.output_dir)
-    return BuildPlan(
+    plan = BuildPlan(
         config=config,
         checkpoint=checkpoint,
         spec=spec,
         layout=layout,
         limits=limits,
-        tokens=token_ids(checkpoint, spec.vocab_size),
+        tokens=token_ids(checkpoint, spec.vocab_size, source.family.end_tokens),
         dtype=dtype,
         recipes=source.recipes,
         model=model,
         weights=WeightsLayout.of(model),
+        text_files=tokenizer_files(checkpoint.directory, source.family),
     )
+    check_target(config.output_dir, inputs=plan.inputs)
+    return plan
 
 
 def build(config: BuildConfig) -> Manifest:
@@ -206,7 +189,7 @@ def build(config: BuildConfig) -> Manifest:
         )
     if config.backend == "auto":
         _logger.info("--backend auto: %s, the only backend of this build", _BACKEND)
-    with atomic_directory(config.output_dir) as draft:
+    with atomic_directory(config.output_dir, inputs=plan.inputs) as draft:
         manifest = _write(plan, draft)
     _logger.info("wrote %s", config.output_dir)
     return manifest
@@ -239,9 +222,11 @@ def make_weights(plan: BuildPlan, path: Path) -> dict[str, str]:
 def _write(plan: BuildPlan, draft: Path) -> Manifest:
     digests = make_weights(plan, draft / WEIGHTS_NAME)
     phases = export_phases(plan.model, plan.layout, plan.weights, draft)
-    for name in TOKENIZER_FILES:
-        if (plan.checkpoint.directory / name).exists():
-            shutil.copyfile(plan.checkpoint.directory / name, draft / name)
+    for name, file in plan.text_files.items():
+        if isinstance(file, Path):
+            shutil.copyfile(file, draft / name)
+        else:
+            (draft / name).write_text(file, encoding="utf-8")
     model_id = fingerprint(plan.spec, plan.weights, digests, plan.recipes)
     manifest = _manifest(plan, draft, phases, model_id)
     text = json.dumps(manifest.to_json(), indent=2) + "\n"
@@ -293,23 +278,21 @@ def _manifest(
 def _check_flags(config: BuildConfig) -> None:
     if config.backend not in ("auto", _BACKEND):
         raise BuildError(f"--backend {config.backend}: expected auto or {_BACKEND}")
-    counts = (
-        "max_batch_size",
-        "max_input_len",
-        "max_seq_len",
-        "max_num_tokens",
-        "tokens_per_block",
-        "max_loops",
-        "workers",
-    )
-    for name in counts:
-        value = getattr(config, name)
-        if value is not None and value < 1:
-            raise BuildError(f"--{name}: expected at least 1, got {value}")
+    check_counts(config)
     for name in ("dtype", "logits_dtype"):
         value = getattr(config, name)
         if value is not None and value not in TORCH_DTYPES:
             raise BuildError(f"--{name} {value}: expected {' or '.join(TORCH_DTYPES)}")
+
+
+def _check_paths(config: BuildConfig) -> None:
+    check_target(config.output_dir)
+    for flag in ("checkpoint_dir", "model_config", "model_cls_file"):
+        path = getattr(config, flag)
+        if path is not None:
+            check_path(path, f"--{flag}")
+    if config.checkpoint_dir is not None:
+        check_beside_checkpoint(config.output_dir, config.checkpoint_dir)
 
 
 def _dtype(config: BuildConfig, checkpoint: Checkpoint) -> str:
@@ -337,22 +320,3 @@ def _max_loops(config: BuildConfig, spec: LoopSpec) -> int:
             spec.num_loops,
         )
     return config.max_loops
-
-
-def _limits(config: BuildConfig, spec: LoopSpec) -> BuildLimits:
-    max_seq_len = config.max_seq_len or spec.max_position
-    if max_seq_len > spec.max_position:
-        raise BuildError(
-            f"--max_seq_len {max_seq_len}: the model defines {spec.max_position} positions"
-        )
-    max_input_len = config.max_input_len or min(_DEFAULT_INPUT_LEN, max_seq_len)
-    if max_input_len > max_seq_len:
-        raise BuildError(
-            f"--max_input_len {max_input_len}: expected at most max_seq_len, {max_seq_len}"
-        )
-    return BuildLimits(
-        max_batch_size=config.max_batch_size,
-        max_input_len=max_input_len,
-        max_seq_len=max_seq_len,
-        max_num_tokens=config.max_num_tokens,
-    )

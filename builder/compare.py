@@ -17,14 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 from looptrt.builder.casts import TORCH_DTYPES
 from looptrt.builder.dense_run import DenseModel
 from looptrt.builder.hf_reference import HfReference
 from looptrt.builder.source import Source, open_checkpoint
-from looptrt.builder.tokens import TOKENIZER_NAME
 from looptrt.errors import BuildError
+from looptrt.models.tokenizer_file import TOKENIZER_NAME, open_tokenizer
 
 _EXACT = "float32"
 _OWN_ERRORS = 2.0  # how much further from float32 than the reference a coarser dtype may be
@@ -171,10 +170,7 @@ def _encoded(source: Source, texts: Sequence[str]) -> list[Prompt]:
     path = source.opened.directory / TOKENIZER_NAME
     if not path.is_file():
         raise BuildError(f"--prompt: {path}: no such file; random prompts need none (--prompts)")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise BuildError(f"--prompt: {path}: not a usable tokenizer: {error}") from error
+    tokenizer = open_tokenizer(path)
     return [Prompt(repr(text), tuple(tokenizer.encode(text).ids)) for text in texts]
 
 

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 
 from looptrt.builder.casts import TORCH_DTYPES, CastLog, unfuse
-from looptrt.builder.engine_dir import atomic_directory, check_target
+from looptrt.builder.engine_dir import (
+    atomic_directory,
+    check_beside_checkpoint,
+    check_path,
+    check_target,
+)
 from looptrt.builder.source import Source, open_checkpoint, source_shapes, with_names
 from looptrt.builder.tokens import TOKENIZER_FILES
 from looptrt.builder.weights import STORED_DTYPES, WeightsLayout, write_weights
@@ -104,6 +109,8 @@ def convert(directory: Path, output: Path, to: str | None, dtype: str | None) ->
     if dtype is not None and dtype not in TORCH_DTYPES:
         raise BuildError(f"--dtype {dtype}: expected {' or '.join(TORCH_DTYPES)}")
     check_target(output, replaces=False)
+    check_path(directory, "--checkpoint_dir")
+    check_beside_checkpoint(output, directory)
     source = open_checkpoint(directory)
     naming = _other(source.opened.naming) if to is None else Naming(to)
     pairing = _pairing(source, naming, None if dtype is None else TORCH_DTYPES[dtype])

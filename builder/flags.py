@@ -1,48 +1,39 @@
-"""The command line of `looptrt build` and `trtllm-build`.
+"""The command line of `looptrt build` and `trtllm-build`, read.
 
-Owns reading it, the --build_config file under it, and the exit code; leaves the flags to
-`flag_table` and the build to `builder.build`. Invariant: bad input ends in one line on stderr
-and exit code 2, with nothing written.
+Owns reading it and the --build_config file under it; leaves the flags to `flag_table`, the
+build to `builder.build`, and errors and exit codes to `looptrt.cli`.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
-import resource
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
-from looptrt.builder.build import BuildConfig, build, plan_build
+from looptrt.builder.build_config import BuildConfig
 from looptrt.builder.build_config_file import read_build_config
 from looptrt.builder.flag_table import FLAGS, GROUPS, Flag, Form
-from looptrt.builder.handover import foreign_architecture, hand_over
-from looptrt.errors import BuildError, LooptrtError
-
-BAD_INPUT = 2
-
-_KIB_PER_MIB = 1024
-
-_logger = logging.getLogger(__name__)
+from looptrt.errors import BuildError
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose complaints are BuildErrors, so that they end in one line."""
+@dataclass(frozen=True)
+class BuildCommand:
+    """A command line that was read: the build, and how it is run."""
 
-    def error(self, message: str) -> NoReturn:
-        raise BuildError(message)
+    config: BuildConfig
+    dry_run: bool = False
+    monitor_memory: bool = False
+    log_level: int = logging.INFO
 
 
 def make_parser(prog: str) -> argparse.ArgumentParser:
-    """The parser of `looptrt build` and `trtllm-build`: every flag as a word.
-
-    Its `parse_args` raises BuildError instead of leaving the process.
-    """
-    parser = _Parser(
+    """The parser of `looptrt build` and `trtllm-build`: every flag as a word."""
+    parser = argparse.ArgumentParser(
         prog=prog,
         allow_abbrev=False,
+        exit_on_error=False,
         argument_default=argparse.SUPPRESS,
         description="Build an engine directory from a checkpoint of a looped language model.",
         epilog="docs/trtllm_build.md lists the flags with TensorRT-LLM's defaults.",
@@ -69,11 +60,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
         group.add_argument(*names, dest=flag.name, nargs=nargs, metavar="VALUE", help=text)
 
 
-def parse_config(argv: Sequence[str], prog: str) -> tuple[BuildConfig, dict[str, Any]]:
+def read_command(argv: Sequence[str], prog: str) -> BuildCommand:
     """Read a command line.
-
-    Returns:
-        The build, and {flag name: value} of the flags that were given.
 
     Raises:
         BuildError: an unknown, foreign or malformed flag; says why.
@@ -84,40 +72,19 @@ def parse_config(argv: Sequence[str], prog: str) -> tuple[BuildConfig, dict[str,
         words = file_words | words
     values = {name: FLAGS[name].value_of(word) for name, word in words.items()}
     defaults = {"checkpoint_dir": None, "output_dir": Path(str(FLAGS["output_dir"].default))}
-    fields = BuildConfig.__dataclass_fields__
-    given = {name: value for name, value in values.items() if name in fields and value is not None}
-    return BuildConfig(**(defaults | given)), values
+    given = {name: value for name, value in values.items() if value is not None}
+    fields = {name: given.pop(name) for name in BuildConfig.__dataclass_fields__ if name in given}
+    options = {name: given[name] for name in BuildCommand.__dataclass_fields__ if name in given}
+    return BuildCommand(BuildConfig(**(defaults | fields)), **options)
 
 
 def _words(argv: Sequence[str], prog: str) -> dict[str, str]:
     """The flags of a command line as words."""
-    args, rest = make_parser(prog).parse_known_args(argv)
+    try:
+        args, rest = make_parser(prog).parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise BuildError(str(error)) from None
     if rest:
         raise BuildError(f"{rest[0].partition('=')[0]}: unknown flag; see --help")
     given: dict[str, str | list[str]] = vars(args)
     return {name: word if isinstance(word, str) else " ".join(word) for name, word in given.items()}
-
-
-def main(argv: Sequence[str], prog: str = "trtllm-build") -> int:
-    """Run a build from a command line; returns the process's exit code."""
-    try:
-        if prog == "trtllm-build" and foreign_architecture(argv) is not None:
-            return hand_over(argv)
-        config, values = parse_config(argv, prog)
-        _start_logging(values)
-        if values.get("dry_run"):
-            sys.stdout.write(plan_build(config).describe())
-        else:
-            build(config)
-        if values.get("monitor_memory"):
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            _logger.info("peak memory of the build: %d MiB", peak // _KIB_PER_MIB)
-    except (LooptrtError, OSError) as error:
-        sys.stderr.write(f"{prog}: error: {' '.join(str(error).split())}\n")
-        return BAD_INPUT
-    return 0
-
-
-def _start_logging(values: Mapping[str, Any]) -> None:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    logging.getLogger("looptrt").setLevel(values.get("log_level", logging.INFO))

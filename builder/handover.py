@@ -16,7 +16,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from looptrt.errors import CheckpointError
-from looptrt.models.checkpoint import CONFIG_NAME, read_json
+from looptrt.models.checkpoint import CONFIG_NAME
+from looptrt.models.files import read_json
 from looptrt.models.registry import ENTRY_POINT_GROUP, family_of
 
 _PACKAGE = "tensorrt_llm"

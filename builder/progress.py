@@ -1,13 +1,13 @@
-"""Progress of the stages of a build, on the standard error stream.
+"""Progress of the stages of a build: a bar on a terminal, lines of the log elsewhere.
 
-Owns how progress looks: a bar on a terminal, plain lines in a log. Leaves what is counted
-to the caller. Invariant: a stage shorter than a second shows nothing.
+Owns how progress looks; leaves what is counted to the caller. Invariant: a stage shorter than
+a second shows nothing, and nothing is shown where the log says less than `info`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import sys
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,12 +20,15 @@ _LINE_EVERY_S = 5.0
 
 Advance = Callable[[int], None]
 
+_logger = logging.getLogger(__name__)
+
 
 @contextlib.contextmanager
 def progress(label: str, total: int) -> Iterator[Advance]:
     """Show a stage of `total` steps; the yielded function reports steps, from any thread."""
     console = Console(stderr=True)
-    with _bar(console, label, total) if console.is_terminal else _lines(label, total) as advance:
+    has_bar = console.is_terminal and _logger.isEnabledFor(logging.INFO)
+    with _bar(console, label, total) if has_bar else _lines(label, total) as advance:
         yield advance
 
 
@@ -48,15 +51,18 @@ def _bar(console: Console, label: str, total: int) -> Iterator[Advance]:
 @contextlib.contextmanager
 def _lines(label: str, total: int) -> Iterator[Advance]:
     lock = threading.Lock()
-    done, next_line_s = 0, time.monotonic() + _QUIET_S
+    done, shown = 0, 0
+    next_line_s = time.monotonic() + _QUIET_S
 
     def advance(steps: int) -> None:
-        nonlocal done, next_line_s
+        nonlocal done, shown, next_line_s
         with lock:
             done += steps
             if time.monotonic() >= next_line_s:
                 next_line_s = time.monotonic() + _LINE_EVERY_S
-                sys.stderr.write(f"{label}: {done}/{total}\n")
-                sys.stderr.flush()
+                shown = done
+                _logger.info("%s: %d/%d", label, done, total)
 
     yield advance
+    if 0 < shown < done:
+        _logger.info("%s: %d/%d", label, done, total)

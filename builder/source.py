@@ -7,18 +7,23 @@ tensor that nobody knows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from looptrt.errors import CheckpointError
 from looptrt.loop_spec import LoopSpec
-from looptrt.models.checkpoint import CONFIG_NAME, Checkpoint, Naming, read_json
-from looptrt.models.family import Family, WeightRecipe
+from looptrt.models.checkpoint import CONFIG_NAME, Checkpoint, Naming
+from looptrt.models.family import FLOAT32_MAX, INT32_MAX, Family, WeightRecipe
+from looptrt.models.files import read_json
 from looptrt.models.head import settle_head
 from looptrt.models.registry import family_of
 from looptrt.models.trtllm_config import check_against_spec, is_trtllm_config
 from looptrt.models.trtllm_names import with_trtllm_names
+
+_MOST_LAYERS = 4096
+_MOST_ELEMENTS = 2**34  # of one tensor; the largest published ones have 2**32
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,50 @@ def with_names(family: Family, naming: Naming) -> Family:
 
 def _described(opened: Checkpoint, given: Family | None) -> Source:
     family = _family(opened, given)
-    spec = family.parse_config(opened.config, str(opened.config_path))
+    spec = _spec(opened, family)
+    _check_sizes(spec, opened)
     recipes = with_names(family, opened.naming).weight_map(spec)
+    for name, shape in source_shapes(recipes).items():
+        if math.prod(shape) > _MOST_ELEMENTS:
+            raise CheckpointError(
+                f"{opened.config_path}: tensor {name!r}: expected at most {_MOST_ELEMENTS} "
+                f"elements, the config gives it shape {list(shape)}"
+            )
     return Source(opened, opened, family, spec, recipes)
+
+
+def _spec(opened: Checkpoint, family: Family) -> LoopSpec:
+    where = str(opened.config_path)
+    if family.parse_with_names is None or not opened.tensors:
+        return family.parse_config(opened.config, where)
+    shapes = {name: entry.shape for name, entry in opened.tensors.items()}
+    return family.parse_with_names(opened.config, where, shapes)
+
+
+def _check_sizes(spec: LoopSpec, opened: Checkpoint) -> None:
+    """Refuse a spec that no machine could hold, before anything is made from it.
+
+    Raises:
+        CheckpointError: a number is beyond int32 or float32, or there are more layers than
+            tensors.
+    """
+    where = opened.config_path
+    values = {**vars(spec), "rope.base": spec.rope.base, **_state_range(spec)}
+    for name, value in values.items():
+        if isinstance(value, int) and value > INT32_MAX:
+            raise CheckpointError(f"{where}: {name}: expected at most {INT32_MAX}")
+        if isinstance(value, float) and not abs(value) <= FLOAT32_MAX:
+            raise CheckpointError(f"{where}: {name}: expected a number that float32 holds")
+    layers = spec.prelude_layers + spec.core_layers + spec.coda_layers
+    most = min(len(opened.tensors) or _MOST_LAYERS, _MOST_LAYERS)
+    if layers > most:
+        there = f"; there are {len(opened.tensors)} tensors" if opened.tensors else ""
+        raise CheckpointError(f"{where}: expected at most {most} layers, found {layers}{there}")
+
+
+def _state_range(spec: LoopSpec) -> dict[str, float]:
+    """The largest value of a random initial state, which is cut at 3 standard deviations."""
+    return {"initial state": 3.0 * spec.state_std * spec.state_scale}
 
 
 def _check_agreement(checkpoint: Checkpoint, spec: LoopSpec) -> None:

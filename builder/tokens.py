@@ -1,12 +1,14 @@
-"""Which token ids begin, end and pad, decided once from all that a checkpoint says.
+"""Which token ids begin, end and pad, and which files turn text into tokens and back.
 
-Owns the union of the sources and the record of where each id came from; leaves templates
-and text to the runtime. Invariant: every id is one that the model can produce.
+Owns the union of the sources and the record of where each id came from; leaves text to the
+runtime. Invariant: every id is one that the model can produce, every file one that the
+runtime can load.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +16,65 @@ from tokenizers import Tokenizer
 
 from looptrt.errors import CheckpointError
 from looptrt.manifest import TokenIds
-from looptrt.models.checkpoint import Checkpoint, read_json
+from looptrt.models.chat_template import (
+    TEMPLATE_NAME,
+    TOKENIZER_CONFIG_NAME,
+    compile_template,
+    find_template,
+    special_tokens,
+)
+from looptrt.models.checkpoint import Checkpoint
+from looptrt.models.family import Family
+from looptrt.models.files import file_bytes, is_there, read_json, shown
+from looptrt.models.tokenizer_file import TOKENIZER_NAME, open_tokenizer
 
-TOKENIZER_NAME = "tokenizer.json"
+GENERATION_CONFIG_NAME = "generation_config.json"
 TOKENIZER_FILES = (
     TOKENIZER_NAME,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG_NAME,
     "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
+    GENERATION_CONFIG_NAME,
+    TEMPLATE_NAME,
 )
-# Published configs name too few ids: an Ouro chat turn ends in <|im_end|>, yet its config
-# says that 0 is begin, end and pad (case A1).
-_END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|end_text|>", "<|end_turn|>")
 
 _logger = logging.getLogger(__name__)
 
 
-def token_ids(checkpoint: Checkpoint, vocab_size: int) -> TokenIds:
+def tokenizer_files(directory: Path, family: Family) -> dict[str, Path | str]:
+    """What an engine directory takes over for its text side, all of it checked.
+
+    Returns:
+        {file name: the checkpoint's file, or a text}; the family's chat template if there is
+        a tokenizer and the checkpoint brings no template of its own.
+
+    Raises:
+        CheckpointError: a file could not be used by the runtime; names it.
+    """
+    found = [name for name in TOKENIZER_FILES if is_there(directory / name)]
+    files: dict[str, Path | str] = {name: directory / name for name in found}
+    for name in found:
+        file_bytes(directory / name)
+    special_tokens(directory)
+    own = find_template(directory)
+    if own is None and family.chat_template is not None and TOKENIZER_NAME in files:
+        compile_template(family.chat_template, f"{family.architecture}: chat_template")
+        files[TEMPLATE_NAME] = family.chat_template
+        _logger.info("%s: no chat template; the family's is used", directory)
+    return files
+
+
+def token_ids(checkpoint: Checkpoint, vocab_size: int, end_tokens: Sequence[str]) -> TokenIds:
     """Decide the special ids of a checkpoint.
 
     The end ids are all of: `eos_token_id` of config.json and of generation_config.json, and
-    the known end-of-turn tokens that tokenizer.json has.
+    the family's end tokens that tokenizer.json has.
 
     Raises:
         CheckpointError: an id is not one of the vocabulary's, or a file is malformed.
     """
     configs = [(checkpoint.config_path, checkpoint.config)]
-    generation_path = checkpoint.directory / "generation_config.json"
-    if generation_path.exists():
+    generation_path = checkpoint.directory / GENERATION_CONFIG_NAME
+    if is_there(generation_path):
         configs.append((generation_path, read_json(generation_path)))
     sources: dict[str, tuple[int, ...]] = {}
     pads: list[int] = []
@@ -51,14 +83,15 @@ def token_ids(checkpoint: Checkpoint, vocab_size: int) -> TokenIds:
         pads += _ids(path, config, "pad_token_id", vocab_size)
     tokenizer = _open_tokenizer(checkpoint.directory / TOKENIZER_NAME)
     if tokenizer is not None:
-        sources |= _end_tokens(tokenizer, checkpoint.directory / TOKENIZER_NAME, vocab_size)
+        path = checkpoint.directory / TOKENIZER_NAME
+        sources |= _end_ids(end_tokens, tokenizer, path, vocab_size)
     source = "; ".join(f"{name} {', '.join(map(str, ids))}" for name, ids in sources.items() if ids)
     eos = tuple(sorted({token for ids in sources.values() for token in ids}))
     if eos:
         _logger.info("answers end at token ids %s (%s)", list(eos), source)
     else:
         _logger.warning("%s: no token id ends an answer", checkpoint.directory)
-    bos = None if tokenizer is None else _bos(tokenizer)
+    bos = None if tokenizer is None else _bos(tokenizer, checkpoint.directory, vocab_size)
     return TokenIds(bos=bos, eos=eos, pad=pads[0] if pads else None, source=source or "nowhere")
 
 
@@ -75,23 +108,22 @@ def _ids(path: Path, config: dict[str, Any], key: str, vocab_size: int) -> tuple
 def _check_id(where: str, value: object, vocab_size: int) -> None:
     if type(value) is not int or not 0 <= value < vocab_size:
         raise CheckpointError(
-            f"{where}: expected token ids from 0 to {vocab_size - 1}, got {value!r}"
+            f"{where}: expected token ids from 0 to {vocab_size - 1}, got {shown(value)}"
         )
 
 
 def _open_tokenizer(path: Path) -> Tokenizer | None:
-    if not path.exists():
+    if not is_there(path):
         _logger.warning("%s: missing; the engine takes and gives token ids only", path)
         return None
-    try:
-        return Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises nothing more specific
-        raise CheckpointError(f"{path}: not a usable tokenizer: {error}") from error
+    return open_tokenizer(path)
 
 
-def _end_tokens(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def _end_ids(
+    contents: Sequence[str], tokenizer: Tokenizer, path: Path, vocab_size: int
+) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
-    for content in _END_TOKENS:
+    for content in contents:
         token = tokenizer.token_to_id(content)
         if token is not None:
             _check_id(f"{path}: {content}", token, vocab_size)
@@ -99,9 +131,10 @@ def _end_tokens(tokenizer: Tokenizer, path: Path, vocab_size: int) -> dict[str, 
     return found
 
 
-def _bos(tokenizer: Tokenizer) -> int | None:
+def _bos(tokenizer: Tokenizer, directory: Path, vocab_size: int) -> int | None:
     """The special token that the tokenizer puts in front of a text."""
     encoding = tokenizer.encode("a")
-    if encoding.special_tokens_mask and encoding.special_tokens_mask[0]:
-        return int(encoding.ids[0])
-    return None
+    if not encoding.special_tokens_mask or not encoding.special_tokens_mask[0]:
+        return None
+    _check_id(f"{directory / TOKENIZER_NAME}: begin token", encoding.ids[0], vocab_size)
+    return int(encoding.ids[0])

@@ -19,6 +19,8 @@ from looptrt.builder.onnx_ops import evaluators, register_definitions
 from looptrt.errors import BuildError
 from looptrt.manifest import Manifest, PhaseGraph
 
+_BFLOAT16 = onnx.TensorProto.BFLOAT16
+
 
 class PhaseEvaluator:
     """One exported phase.
@@ -28,7 +30,7 @@ class PhaseEvaluator:
         graph: which of its graphs, from the manifest.
 
     Raises:
-        BuildError: ONNX's checker refuses the graph.
+        BuildError: ONNX's checker refuses the graph, or a tensor of it is bfloat16.
     """
 
     def __init__(self, engine_dir: Path, graph: PhaseGraph) -> None:
@@ -38,6 +40,12 @@ class PhaseEvaluator:
             onnx.checker.check_model(path, check_custom_domain=True)
         except onnx.checker.ValidationError as error:
             raise BuildError(f"{path}: not a valid graph: {error}") from error
+        model = onnx.load(path, load_external_data=False)
+        if _BFLOAT16 in _types(model.graph):
+            raise BuildError(
+                f"{path}: bfloat16: ONNX's reference evaluator computes in float32 only; verify an "
+                "engine built with --dtype float32 --logits_dtype float32"
+            )
         self._graph = graph
         self._session = ReferenceEvaluator(onnx.load(path), new_ops=evaluators())
 
@@ -60,6 +68,13 @@ class PhaseEvaluator:
         feeds = {name: inputs[name].numpy() for name in self._graph.inputs}
         results = self._session.run(list(self._graph.outputs), feeds)
         return tuple(torch.from_numpy(np.ascontiguousarray(result)) for result in results)
+
+
+def _types(graph: onnx.GraphProto) -> set[int]:
+    """Element types of all that goes in or comes out, weights included."""
+    values = [*graph.input, *graph.output]
+    types = {value.type.tensor_type.elem_type for value in values}
+    return types | {tensor.data_type for tensor in graph.initializer}
 
 
 def open_phases(engine_dir: Path, manifest: Manifest) -> dict[str, PhaseEvaluator]:

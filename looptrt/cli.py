@@ -6,40 +6,53 @@ Owns arguments, what is printed and exit codes; leaves the work to `builder`, `r
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import importlib
-import io
-import json
-import logging
-import os
-import re
-import signal
-import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, NoReturn
+try:  # an interrupt before `_guard` is up ends without a traceback, too
+    import argparse
+    import contextlib
+    import dataclasses
+    import io
+    import json
+    import logging
+    import os
+    import re
+    import resource
+    import signal
+    import sys
+    import threading
+    from collections import deque
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+    from types import FrameType
+    from typing import Any, NoReturn
 
-import numpy as np
-from rich.console import Console
-from rich.table import Table
+    import numpy as np
+    from rich.console import Console
+    from rich.table import Table
 
-from looptrt import __version__, doctor
-from looptrt.errors import LooptrtError
-from looptrt.manifest import Manifest
-from looptrt.runtime.llm import LLM, AnswerStream
-from looptrt.runtime.outputs import CompletionOutput, RequestOutput
-from looptrt.runtime.sampling_params import SamplingParams
+    from looptrt import __version__, doctor
+    from looptrt.errors import LooptrtError
+    from looptrt.manifest import Manifest
+    from looptrt.runtime.config import EngineConfig
+    from looptrt.runtime.llm import LLM, AnswerStream
+    from looptrt.runtime.outputs import CompletionOutput, RequestOutput
+    from looptrt.runtime.request import FinishReason
+    from looptrt.runtime.sampling_params import SamplingParams
+except KeyboardInterrupt:
+    raise SystemExit(130) from None
 
 DIFFERS = 1
+ANSWER_FAILED = 1
 BAD_INPUT = 2
 INTERRUPTED = 128 + signal.SIGINT
 BROKEN_PIPE = 128 + signal.SIGPIPE
 
 _STREAMS_AHEAD = 64  # requests that run while earlier answers are printed
 _BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_MOST_MEMORY = 2**60
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+_logger = logging.getLogger(__name__)
+
 _SAMPLING_FLAGS = (
     ("--n", int, "N", "answers to each prompt (default: 1)"),
     ("--max-tokens", int, "N", "new tokens at most (default: 32)"),
@@ -83,32 +96,131 @@ _SAMPLING_SWITCHES = (
 def main(argv: list[str] | None = None) -> int:
     """Run `looptrt`; returns the exit code."""
     arguments = sys.argv[1:] if argv is None else argv
-    return _guard("looptrt", lambda: _run(arguments))
+    if arguments[:1] == ["build"]:
+        prog = "looptrt build"
+        return _guard(prog, arguments, lambda: _build(arguments[1:], prog))
+    return _guard("looptrt", arguments, lambda: _run(arguments))
 
 
 def trtllm_build(argv: list[str] | None = None) -> int:
     """Run `trtllm-build`; returns the exit code."""
-    arguments = sys.argv[1:] if argv is None else argv
-    return _guard("trtllm-build", lambda: _build(arguments, "trtllm-build"))
+    arguments, prog = sys.argv[1:] if argv is None else argv, "trtllm-build"
+
+    def run() -> int:
+        code = _hand_over(arguments)
+        return _build(arguments, prog) if code is None else code
+
+    return _guard(prog, arguments, run)
 
 
-def _guard(prog: str, run: Callable[[], int]) -> int:
+# ---- errors, streams and signals
+
+
+def _guard(prog: str, arguments: list[str], run: Callable[[], int]) -> int:
     """Turn whatever a command raises into an exit code."""
+    _open_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # answers can hold what a terminal cannot show
     try:
-        code = run()
-        sys.stdout.flush()
+        _check_encoding(arguments)
+        return _flushed(run)
     except BrokenPipeError:
-        # Python flushes again at exit; there is no one to read it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return BROKEN_PIPE
     except KeyboardInterrupt:
         return INTERRUPTED
     except (LooptrtError, OSError) as error:
-        print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        _drop_output()
+        with contextlib.suppress(OSError):  # there may be no one to tell
+            print(f"{prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-    return code
+
+
+def _flushed(run: Callable[[], int]) -> int:
+    try:
+        return run()
+    finally:
+        sys.stdout.flush()
+
+
+def _drop_output() -> None:
+    """Let Python's flush at exit go nowhere if what is left cannot be written."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class _ClosedOutput(io.TextIOWrapper):
+    """A standard output that its caller closed: using it is an error, having it is not."""
+
+    def write(self, _text: str) -> int:
+        raise OSError("the standard output is closed")
+
+
+def _open_closed_streams() -> None:
+    """Stand in for streams that are closed; else the next file opened would take their place."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(0, encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = _ClosedOutput(io.BytesIO(), encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8")
+
+
+def _check_encoding(arguments: Sequence[str]) -> None:
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise LooptrtError(f"{os.fsencode(argument)!r}: expected UTF-8") from None
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP end a command as Ctrl-C does, so that it cleans up."""
+
+    def end(number: int, _frame: FrameType | None) -> NoReturn:
+        for name in before:
+            signal.signal(name, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    before = {
+        number: handler
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if (handler := signal.getsignal(number)) not in (signal.SIG_IGN, None)
+    }
+    if threading.current_thread() is not threading.main_thread():
+        before.clear()  # only the main thread may set handlers
+    for number in before:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _logging(level: int) -> Iterator[None]:
+    """Show messages of ours from `level` on, until the command ends."""
+    root, ours = logging.getLogger(), logging.getLogger("looptrt")
+    handlers, level_before = [*root.handlers], ours.level
+    logging.basicConfig(format="%(levelname)s %(message)s")
+    ours.setLevel(level)
+    try:
+        yield
+    finally:
+        ours.setLevel(level_before)
+        root.handlers[:] = handlers
+
+
+# ---- the commands
 
 
 class _Parser(argparse.ArgumentParser):
@@ -119,18 +231,35 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["build"]:
-        return _build(arguments[1:], "looptrt build")
     args = _make_parser().parse_args(arguments)
     command: Callable[[argparse.Namespace], int] = args.command
     return command(args)
 
 
+def _hand_over(arguments: list[str]) -> int | None:
+    """TensorRT-LLM's exit code for an architecture that is not ours, None for one that is."""
+    from looptrt.builder import handover  # noqa: PLC0415 - see _build
+
+    if handover.foreign_architecture(arguments) is None:
+        return None
+    with _ended_by_signals():
+        return handover.hand_over(arguments)
+
+
 def _build(arguments: list[str], prog: str) -> int:
     # The builder loads torch and ONNX: seconds that no other command should pay.
-    flags: Any = importlib.import_module("looptrt.builder.flags")
-    code: int = flags.main(arguments, prog)
-    return code
+    from looptrt.builder import build, flags  # noqa: PLC0415
+
+    command = flags.read_command(arguments, prog)
+    with _logging(command.log_level), _ended_by_signals():
+        if command.dry_run:
+            sys.stdout.write(build.plan_build(command.config).describe())
+        else:
+            build.build(command.config)
+        if command.monitor_memory:
+            peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            _logger.info("peak memory of the build: %d MiB", peak_kib // 1024)
+    return 0
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -168,9 +297,10 @@ def _add_convert(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
-    conversion: Any = importlib.import_module("looptrt.builder.convert")
-    conversion.convert(args.checkpoint_dir, args.output_dir, args.to, args.dtype)
+    from looptrt.builder.convert import convert  # noqa: PLC0415 - see _build
+
+    with _logging(logging.INFO), _ended_by_signals():
+        convert(args.checkpoint_dir, args.output_dir, args.to, args.dtype)
     return 0
 
 
@@ -201,15 +331,16 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
-    comparison: Any = importlib.import_module("looptrt.builder.compare")
-    rows = comparison.verify_checkpoint(
-        args.checkpoint,
-        texts=args.prompt,
-        num_prompts=args.prompts,
-        tolerance=args.tolerance,
-        trust_remote_code=args.trust_remote_code,
-    )
+    from looptrt.builder.compare import verify_checkpoint  # noqa: PLC0415 - see _build
+
+    with _logging(logging.WARNING):
+        rows = verify_checkpoint(
+            args.checkpoint,
+            texts=args.prompt,
+            num_prompts=args.prompts,
+            tolerance=args.tolerance,
+            trust_remote_code=args.trust_remote_code,
+        )
     headings = ("prompt", "dtype", "positions", "max diff", "allowed", "same top-1", "first beyond")
     table = Table(*headings, title="Our logits against the float32 reference's")
     for row in rows:
@@ -232,7 +363,8 @@ def _verify(args: argparse.Namespace) -> int:
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Answer prompts: those of --prompt and --prompts-file, else one a line of the standard "
-        "input. Answers go to stdout, a line of figures for each to stderr."
+        "input. Answers go to stdout, a line of figures for each to stderr. The exit code is 1 "
+        "when an answer ended in an error."
     )
     parser.set_defaults(command=_generate)
     parser.add_argument("engine_dir", type=Path, metavar="ENGINE_DIR")
@@ -257,6 +389,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object for each answer")
     parser.add_argument("--in-process", action="store_true", help="run the engine in this process")
     parser.add_argument(
+        "--kv-cache-bytes",
+        type=_bytes,
+        metavar="SIZE",
+        help="KV memory (default: enough for the engine's limits, but at most 1GiB)",
+    )
+    parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
         default="warning",
@@ -267,7 +405,9 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 def _generate(args: argparse.Namespace) -> int:
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     params, prompts = _sampling_params(args), _prompts(args)
-    with LLM(args.engine_dir, in_process=args.in_process) as llm:
+    config = EngineConfig(kv_cache_bytes=args.kv_cache_bytes)
+    exit_code = 0
+    with LLM(args.engine_dir, config, in_process=args.in_process) as llm:
         encoded: list[str | list[int]] = [*prompts]
         if args.chat:
             encoded = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
@@ -282,7 +422,9 @@ def _generate(args: argparse.Namespace) -> int:
                     print(completion.text)
                 sys.stdout.flush()
                 print(_figures(index, len(prompts), output, completion), file=sys.stderr)
-    return 0
+                if completion.finish_reason is FinishReason.ERROR:
+                    exit_code = ANSWER_FAILED
+    return exit_code
 
 
 def _sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -380,12 +522,13 @@ def _figures(index: int, total: int, output: RequestOutput, completion: Completi
     assert output.kv_bytes is not None
     depths = sorted(set(completion.depths))
     depth = "no token" if not depths else "-".join(map(str, dict.fromkeys((depths[0], depths[-1]))))
-    num_tokens, seconds = len(completion.depths), output.metrics.e2e_s
+    num_tokens, seconds = completion.num_tokens, output.metrics.e2e_s
+    has_failed = completion.finish_reason is FinishReason.ERROR
     return (
         f"[{index + 1}/{total}] depth {depth} | {num_tokens} tokens in {seconds:.2f} s "
         f"({num_tokens / max(seconds, 1e-9):.1f} tokens/s) | {output.num_cached_tokens} of "
         f"{len(output.prompt_token_ids)} prompt tokens cached | KV {_size(output.kv_bytes)} | "
-        f"{completion.finish_reason}"
+        f"{completion.finish_reason}" + (f": {completion.stop_reason}" if has_failed else "")
     )
 
 
@@ -515,8 +658,13 @@ def _bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?", text.strip().lower())
     unit = _BYTES.get(match[2] or "b") if match else None
     if match is None or unit is None:
-        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB or 500MB, got {text!r}")
-    return int(float(match[1]) * unit)
+        raise argparse.ArgumentTypeError(f"expected a size such as 8GiB or 500MB, got {text!r:.40}")
+    num_bytes = float(match[1]) * unit
+    if num_bytes > _MOST_MEMORY:
+        raise argparse.ArgumentTypeError(
+            f"expected at most {_size(_MOST_MEMORY)}, got {text!r:.40}"
+        )
+    return int(num_bytes)
 
 
 def _size(num_bytes: int) -> str:

@@ -7,20 +7,25 @@ are present, complete and unchanged.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from looptrt.errors import LooptrtError, ManifestError
-from looptrt.kv_layout import PlaneLayout
+from looptrt.kv_layout import DTYPE_BYTES, PlaneLayout
 from looptrt.loop_spec import LoopSpec, NoiseMode
 
 FORMAT = 1
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "rank0.safetensors"
 PHASES = ("prelude", "core", "coda")
+
+_MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
 
 @dataclass(frozen=True)
@@ -173,52 +178,56 @@ class Manifest:
             )
         if section.get("format") != FORMAT:
             raise ManifestError(
-                f"{where}: engine directory format {section.get('format')!r}, this looptrt reads "
-                f"format {FORMAT}; rebuild it with `looptrt build`"
+                f"{where}: engine directory format {section.get('format')!r:.60}, this looptrt "
+                f"reads format {FORMAT}; rebuild it with `looptrt build`"
             )
-        if section.get("checksum") != _checksum(data):
+        checksum = section.get("checksum")
+        if checksum != _checksum(data):
             raise ManifestError(
                 f"{where}: changed since it was built (expected checksum "
-                f"{section.get('checksum')}, found {_checksum(data)}); rebuild the engine directory"
+                f"{checksum!s:.64}, found {_checksum(data)}); rebuild the engine directory"
             )
         try:
-            pretrained, build = data["pretrained_config"], data["build_config"]
-            return Manifest(
-                version=data["version"],
-                backend=section["backend"],
-                dtype=pretrained["dtype"],
-                logits_dtype=pretrained["logits_dtype"],
-                spec=LoopSpec.from_json(pretrained["loop_spec"]),
-                layout=PlaneLayout.from_json(section["plane_layout"]),
-                limits=BuildLimits(
-                    **{name: build[name] for name in BuildLimits.__dataclass_fields__}
-                ),
-                noise_mode=NoiseMode(section["noise_mode"]),
-                tokens=TokenIds(
-                    bos=section["tokens"]["bos"],
-                    eos=tuple(section["tokens"]["eos"]),
-                    pad=section["tokens"]["pad"],
-                    source=section["tokens"]["source"],
-                ),
-                phases={
-                    name: PhaseGraph(
-                        onnx=graph["onnx"],
-                        inputs=tuple(graph["inputs"]),
-                        outputs=tuple(graph["outputs"]),
-                        engine=graph["engine"],
-                    )
-                    for name, graph in section["phases"].items()
-                },
-                fingerprint=section["fingerprint"],
-                files={
-                    name: (entry["sha256"], entry["bytes"])
-                    for name, entry in section["files"].items()
-                },
-                build_flags=build["flags"],
-                tools=section["tools"],
-            )
-        except (KeyError, TypeError, ValueError, AttributeError, LooptrtError) as error:
-            raise ManifestError(f"{where}: malformed manifest: {error!r}") from error
+            manifest = Manifest._of_sections(data, section)
+            _check(manifest)
+        except (*_MALFORMED, LooptrtError) as error:
+            raise ManifestError(f"{where}: malformed manifest: {error!r:.200}") from error
+        return manifest
+
+    @staticmethod
+    def _of_sections(data: dict[str, Any], section: dict[str, Any]) -> Manifest:
+        pretrained, build = data["pretrained_config"], data["build_config"]
+        return Manifest(
+            version=data["version"],
+            backend=section["backend"],
+            dtype=pretrained["dtype"],
+            logits_dtype=pretrained["logits_dtype"],
+            spec=LoopSpec.from_json(pretrained["loop_spec"]),
+            layout=PlaneLayout.from_json(section["plane_layout"]),
+            limits=BuildLimits(**{name: build[name] for name in BuildLimits.__dataclass_fields__}),
+            noise_mode=NoiseMode(section["noise_mode"]),
+            tokens=TokenIds(
+                bos=section["tokens"]["bos"],
+                eos=tuple(section["tokens"]["eos"]),
+                pad=section["tokens"]["pad"],
+                source=section["tokens"]["source"],
+            ),
+            phases={
+                name: PhaseGraph(
+                    onnx=graph["onnx"],
+                    inputs=tuple(graph["inputs"]),
+                    outputs=tuple(graph["outputs"]),
+                    engine=graph["engine"],
+                )
+                for name, graph in section["phases"].items()
+            },
+            fingerprint=section["fingerprint"],
+            files={
+                name: (entry["sha256"], entry["bytes"]) for name, entry in section["files"].items()
+            },
+            build_flags=build["flags"],
+            tools=section["tools"],
+        )
 
     @staticmethod
     def load(engine_dir: Path) -> Manifest:
@@ -229,25 +238,114 @@ class Manifest:
                 says what was expected and found.
         """
         path = engine_dir / CONFIG_NAME
+        if path.exists() and not path.is_file():
+            raise ManifestError(f"{path}: expected a regular file; not an engine directory")
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
+            manifest = Manifest.from_json(data, path)
         except FileNotFoundError:
             raise ManifestError(f"{path}: no such file; not an engine directory") from None
         except (OSError, ValueError, RecursionError) as error:
             raise ManifestError(f"{path}: cannot be read: {error}") from error
-        manifest = Manifest.from_json(data, path)
         for name, (digest, size) in manifest.files.items():
             _verify_file(engine_dir / name, digest, size)
         return manifest
 
 
+def _check(manifest: Manifest) -> None:
+    """Check the types and ranges that reading JSON into dataclasses does not.
+
+    Raises:
+        ValueError: names the field.
+    """
+    spec = manifest.spec
+    parts: list[Any] = [
+        manifest,
+        spec,
+        spec.rope,
+        manifest.limits,
+        manifest.tokens,
+        manifest.layout,
+    ]
+    parts += [*manifest.phases.values(), *([spec.rope.scaling] if spec.rope.scaling else [])]
+    for part in parts:
+        for field in dataclasses.fields(part):
+            is_sound = _SOUND.get(str(field.type))
+            if is_sound is not None and not is_sound(getattr(part, field.name)):
+                raise ValueError(f"{field.name}: not {field.type} of a usable size")
+    if min(vars(manifest.limits).values()) < 1:
+        raise ValueError("limits: expected at least 1 each")
+    if not {manifest.dtype, manifest.logits_dtype} <= DTYPE_BYTES.keys():
+        raise ValueError(f"dtypes: expected two of {', '.join(DTYPE_BYTES)}")
+    if manifest.phases.keys() != set(PHASES):
+        raise ValueError(f"phases: expected {', '.join(PHASES)}")
+    for name in manifest.files:
+        if Path(name).name != name or "\0" in name:
+            raise ValueError(f"files: expected a plain name, found {name!r:.60}")
+
+
+def _is_int(value: object, most: int = 2**31 - 1) -> bool:
+    return type(value) is int and -most <= value <= most
+
+
+def _is_float(value: object) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return -(2**128) <= value <= 2**128
+
+
+def _is_word(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_words(value: object) -> bool:
+    return isinstance(value, tuple) and all(map(_is_word, value))
+
+
+def _is_file_table(value: object) -> bool:
+    return isinstance(value, dict) and all(
+        _is_word(digest) and _is_int(size, 2**63 - 1) for digest, size in value.values()
+    )
+
+
+# By the annotations of the dataclasses that a manifest is made of.
+_SOUND: dict[str, Callable[[object], bool]] = {
+    "int": _is_int,
+    "int | None": lambda value: value is None or _is_int(value),
+    "tuple[int, ...]": lambda value: isinstance(value, tuple) and all(map(_is_int, value)),
+    "float": _is_float,
+    "bool": lambda value: isinstance(value, bool),
+    "str": _is_word,
+    "str | None": lambda value: value is None or _is_word(value),
+    "tuple[str, ...]": _is_words,
+    "dict[str, tuple[str, int]]": _is_file_table,
+    "dict[str, Any]": lambda value: isinstance(value, dict),
+    "dict[str, str]": lambda value: isinstance(value, dict),
+}
+
+
 def is_engine_dir(path: Path) -> bool:
     """Whether a directory says that it is an engine directory, in whatever state it is."""
+    if not (path / CONFIG_NAME).is_file():
+        return False
     try:
         data = json.loads((path / CONFIG_NAME).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(data, dict) and isinstance(data.get("looptrt"), dict)
+
+
+def foreign_content(engine_dir: Path) -> list[str]:
+    """Names in an engine directory that its config.json does not list as files of its own."""
+    section = json.loads((engine_dir / CONFIG_NAME).read_text(encoding="utf-8"))["looptrt"]
+    files = section.get("files")
+    listed = {CONFIG_NAME, *(files if isinstance(files, dict) else ())}
+    with os.scandir(engine_dir) as entries:
+        return sorted(
+            entry.name
+            for entry in entries
+            if entry.name not in listed or entry.is_dir(follow_symlinks=False)
+        )
 
 
 def _checksum(data: dict[str, Any]) -> str:

@@ -1,7 +1,8 @@
 """The operators of `schema.OPS` as `torch.ops.looptrt.*`, registered on import.
 
 Owns operand checks and result shapes, both read off the schema; leaves arithmetic to
-`reference` on the CPU. Invariant: one registration a process, however often this is imported.
+`reference` on the CPU and to `launch` on CUDA, where the plugin library is opened by the first
+call. Invariant: one registration a process, however often this is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from looptrt.plugins import reference, schema
+from looptrt.plugins import launch, reference, schema
 from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
 
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -92,6 +93,19 @@ def _checked(op: OpSchema) -> Callable[..., Any]:
     return run
 
 
+def _launched(op: OpSchema) -> Callable[..., Any]:
+    """CUDA kernel: the launcher behind operand checks."""
+    function = launch.OPERATORS[op.name]
+
+    def run(*operands: Tensor, **attributes: float) -> Any:  # noqa: ANN401 - one or two tensors
+        bind(op, operands, attributes)
+        for tensor, operand in zip(op.inputs, operands, strict=True):
+            launch.check_placement(op.name, tensor.name, operand, operands[0].device)
+        return function(*operands, **attributes)
+
+    return run
+
+
 def _fake(op: OpSchema) -> Callable[..., Any]:
     """Results without values, for tracing: every result has the model dtype."""
     like = next(i for i, tensor in enumerate(op.inputs) if tensor.kind is Kind.FLOAT)
@@ -112,6 +126,8 @@ def _register() -> torch.library.Library:
     for op in schema.OPS:
         library.define(schema.torch_schema(op))
         library.impl(op.name, _checked(op), "CPU")
+        if op.name in launch.OPERATORS:
+            library.impl(op.name, _launched(op), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake(op), lib=library)
     return cast("torch.library.Library", library)
 

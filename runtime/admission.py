@@ -2,7 +2,7 @@
 
 Owns every check of a request that needs the engine directory and every default that comes
 from it; leaves values that no engine can serve to `sampling_params`. Invariant: a Request
-that passed is one that the engine can run, its pool permitting.
+that passed is one that the engine can run.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import operator
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +19,7 @@ from looptrt.errors import RequestError
 from looptrt.manifest import BuildLimits, Manifest
 from looptrt.runtime.chat import ChatTemplate, Message
 from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.kv.sequence_kv import tokens_in_units, units_of_sequence
 from looptrt.runtime.request import (
     ExitKv,
     ExitParams,
@@ -28,7 +28,7 @@ from looptrt.runtime.request import (
     Request,
     SamplerParams,
 )
-from looptrt.runtime.sampling_params import MAX_SEED, SamplingParams, Word
+from looptrt.runtime.sampling_params import MAX_SEED, SamplingParams, Word, shown
 from looptrt.runtime.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -70,12 +70,14 @@ class Admission:
     """Checks requests for one engine.
 
     Attributes:
+        num_units: units of the KV pool that requests may own.
         limits: the engine's limits as configured (see `EngineConfig.limits`).
         tokenizer: None for an engine that takes and gives token ids only.
         template: None where messages cannot be rendered.
     """
 
     manifest: Manifest
+    num_units: int
     limits: BuildLimits
     config: EngineConfig
     tokenizer: Tokenizer | None
@@ -114,8 +116,8 @@ class Admission:
     def admit(self, request_id: int, prompt: EncodedPrompt, params: SamplingParams) -> Admitted:
         """Check a request and fill in the engine's defaults.
 
-        `max_tokens` beyond the room that the prompt leaves is cut to it: the answer then ends
-        with finish reason `length`.
+        `max_tokens` beyond the room that the prompt leaves of max_seq_len is cut to it, and
+        None also to what the KV pool holds: the answer then ends with finish reason `length`.
 
         Args:
             request_id: of the first of the n answers; the others take the ids after it.
@@ -129,10 +131,9 @@ class Admission:
         self._check_prompt(prompt.token_ids)
         self._check_limits(prompt, params)
         loops, prefill_loops = self._loops(params)
-        room = self.limits.max_seq_len - len(prompt.token_ids)
         fields: dict[str, Any] = {
             "prompt": np.array(prompt.token_ids, np.int32),
-            "max_new_tokens": room if params.max_tokens is None else min(params.max_tokens, room),
+            "max_new_tokens": self._room(params, len(prompt.token_ids), loops, prefill_loops),
             "stop_token_ids": self._stop_token_ids(params),
             "loops": loops,
             "prefill_loops": prefill_loops,
@@ -173,7 +174,7 @@ class Admission:
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"prompt: expected token ids from 0 to {vocab_size - 1}, got {token_id}"
+                    f"prompt: expected token ids from 0 to {vocab_size - 1}, got {shown(token_id)}"
                 )
 
     def _loops(self, params: SamplingParams) -> tuple[int, int]:
@@ -190,6 +191,23 @@ class Admission:
                 f"got {prefill_loops}"
             )
         return loops, prefill_loops
+
+    def _room(self, params: SamplingParams, num_prompt: int, loops: int, prefill_loops: int) -> int:
+        """New tokens of the longest answer, which fits max_seq_len and the KV pool."""
+        layout = self.manifest.layout
+        room = self.limits.max_seq_len - num_prompt
+        if params.max_tokens is not None:
+            room = min(room, params.max_tokens)
+        else:
+            held = tokens_in_units(layout, num_prompt, self.num_units, prefill_loops, loops)
+            room = max(min(room, held - num_prompt), params.min_tokens, 1)
+        needed = units_of_sequence(layout, num_prompt, num_prompt + room, prefill_loops, loops)
+        if needed > self.num_units:
+            raise RequestError(
+                f"prompt and max_tokens: {num_prompt} + {room} tokens at depth {loops} need "
+                f"{needed} KV units, the pool has {self.num_units}"
+            )
+        return room
 
     def _check_limits(self, prompt: EncodedPrompt, params: SamplingParams) -> None:
         """What depends on the engine directory, its configuration or the prompt's length."""
@@ -239,6 +257,7 @@ class Admission:
 
     def _sampler(self, params: SamplingParams) -> SamplerParams:
         vocab_size = self.manifest.spec.vocab_size
+        end_ids = [token_id for token_id in self._stop_token_ids(params) if token_id < vocab_size]
         bias = params.embedding_bias
         if bias is not None and len(bias) != vocab_size:
             raise RequestError(
@@ -258,7 +277,7 @@ class Admission:
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,
             min_tokens=params.min_tokens,
-            end_ids=self._stop_token_ids(params) if params.min_tokens else (),
+            end_ids=tuple(end_ids) if params.min_tokens else (),
             bad_words=self._bad_words(params),
             embedding_bias=None if bias is None else np.array(bias, "<f4").tobytes(),
         )
@@ -331,15 +350,19 @@ def _truncated(prompt: EncodedPrompt, num_tokens: int | None) -> EncodedPrompt:
 
 
 def _token_ids(prompt: object) -> list[int]:
-    if not isinstance(prompt, Sequence | np.ndarray):
-        raise RequestError(f"prompt: expected text or a list of token ids, got {prompt!r}")
-    token_ids = []
-    for token_id in prompt:
-        try:
-            token_ids.append(operator.index(token_id))
-        except TypeError:
-            raise RequestError(f"prompt: expected integer token ids, got {token_id!r}") from None
-    return token_ids
+    is_list = isinstance(prompt, Sequence) or (isinstance(prompt, np.ndarray) and prompt.ndim > 0)
+    if not is_list or isinstance(prompt, bytes | bytearray | memoryview):
+        raise RequestError(f"prompt: expected text or a list of token ids, got {shown(prompt)}")
+    return [_token_id(token_id) for token_id in cast(Sequence[object], prompt)]
+
+
+def _token_id(token_id: Any) -> int:  # noqa: ANN401 - whatever a caller's list holds
+    try:
+        if not isinstance(token_id, bool):
+            return operator.index(token_id)
+    except TypeError:
+        pass
+    raise RequestError(f"prompt: expected integer token ids, got {shown(token_id)}")
 
 
 def _seed(seed: int | None, index: int) -> int:

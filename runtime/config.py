@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from looptrt.errors import EngineError
 from looptrt.manifest import BuildLimits, Manifest
-from looptrt.runtime.sampling_params import MAX_SEED
+from looptrt.runtime.sampling_params import MAX_SEED, shown
 
 PrefixDepth = Literal["exact", "at_least"]
 
@@ -125,4 +125,4 @@ def _check_seconds(name: str, value: object) -> None:
 
 
 def _wrong(name: str, expected: str, value: object) -> EngineError:
-    return EngineError(f"{name}: expected {expected}, got {value!r}")
+    return EngineError(f"{name}: expected {expected}, got {shown(value)}")

@@ -143,6 +143,7 @@ class AnswerText:
 
     Attributes:
         stop: what ended the text, None while it goes on.
+        pieces: the text so far, joined; only ever appended to.
     """
 
     def __init__(
@@ -165,7 +166,7 @@ class AnswerText:
         sequences = (stop for stop in stops if not isinstance(stop, str))
         self._sequences = StopMatcher(tuple("".join(map(chr, ids)) for ids in sequences))
         self._num_taken = self._num_shown = 0
-        self._pieces: list[str] = []  # joined when asked for
+        self.pieces: list[str] = []
 
     def push(self, token_id: int) -> None:
         """Take a token; none must follow once `stop` is set."""
@@ -183,12 +184,11 @@ class AnswerText:
         """Take the end of the answer: nothing is held back any more."""
         self._show(self._sequences.flush())
         self._flush()
-        self._pieces.append(self._texts.flush())
+        self.pieces.append(self._texts.flush())
 
     def joined(self) -> str:
         """The text so far."""
-        self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        return "".join(self.pieces)
 
     def _show(self, characters: str) -> None:
         """Decode tokens that no stop sequence can claim."""
@@ -207,4 +207,4 @@ class AnswerText:
         if isinstance(found, StopMatch):
             self.stop = found.stop
             found = found.text + found.stop if self._include_stop else found.text
-        self._pieces.append(found)
+        self.pieces.append(found)

@@ -7,8 +7,10 @@ listener hears its end or an error within a bounded time, or the request was dro
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import queue
 import signal
 import socket
@@ -17,10 +19,11 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -28,7 +31,7 @@ from looptrt.errors import EngineError, LooptrtError, RequestError
 from looptrt.manifest import Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_process import Core, load_core, serve
-from looptrt.runtime.outputs import FinishedRequest, StepOutput
+from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
 from looptrt.runtime.protocol import (
     AbortRequest,
     AddRequest,
@@ -40,6 +43,7 @@ from looptrt.runtime.protocol import (
     RequestRefused,
     Shutdown,
     Stats,
+    Worker,
 )
 from looptrt.runtime.request import Request
 
@@ -55,10 +59,18 @@ _engine_logger = logging.getLogger("looptrt.engine")
 
 @dataclass
 class Update:
-    """What one step brought one request; after `finished` or `error` nothing follows."""
+    """What one step brought one request; after `finished` or `error` nothing follows.
+
+    Attributes:
+        logprobs: of each token, where the request asks for them, else empty.
+        prompt_logprobs: (position, log-probabilities) of prompt tokens; a request that was
+            preempted in its prompt may bring one twice.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
     finished: FinishedRequest | None = None
     error: LooptrtError | None = None
 
@@ -68,18 +80,21 @@ Listener = Callable[[Update], None]
 
 
 class EngineClient(ABC):
-    """One engine, wherever it runs. Thread-safe.
+    """One engine, wherever it runs. Thread-safe; of use in the process that made it only.
 
     Attributes:
         manifest: what the engine loaded.
+        num_units: units of its KV pool that requests may own.
     """
 
     manifest: Manifest
+    num_units: int
 
     def __init__(self, sock: socket.socket, engine_dir: Path, config: EngineConfig) -> None:
         self._connection = Connection(sock)
         self._engine_dir = engine_dir
         self._config = config
+        self._owner_pid = os.getpid()
         # Re-entrant: a collected LLM closes its client in whatever thread the collector runs.
         self._lock = threading.RLock()
         self._listeners: dict[int, Listener] = {}
@@ -89,15 +104,16 @@ class EngineClient(ABC):
         self._is_closed = False
         self._heard_s = time.monotonic()
         self._started = threading.Event()
-        self._reader = threading.Thread(target=self._read, name="looptrt-client", daemon=True)
+        self._reader = Worker("looptrt-client", self._read)
 
     def submit(self, request: Request, listener: Listener) -> None:
         """Queue a request; `listener` hears of everything that happens to it.
 
         Raises:
             RequestError: the request is too large to be sent.
-            EngineError: the engine has ended.
+            EngineError: the engine has ended, or is another process's.
         """
+        self._check_owner()
         with self._lock:
             self._check_alive()
             self._expect_answer()
@@ -110,6 +126,8 @@ class EngineClient(ABC):
 
     def abort(self, request_id: int) -> None:
         """Ask for a request's end, which its listener hears; unknown ids are harmless."""
+        if not self._is_owner():
+            return
         with self._lock:
             is_known = request_id in self._listeners
         if is_known:
@@ -117,15 +135,16 @@ class EngineClient(ABC):
 
     def drop(self, request_id: int) -> None:
         """End a request that nobody listens to any more; unknown ids are harmless."""
-        if self._take_listener(request_id) is not None:
+        if self._is_owner() and self._take_listener(request_id) is not None:
             self._send(AbortRequest(request_id))
 
     def stats(self) -> dict[str, int | float]:
         """The engine's figures, taken between two steps.
 
         Raises:
-            EngineError: the engine has ended or does not answer in time.
+            EngineError: the engine has ended, is another process's or does not answer in time.
         """
+        self._check_owner()
         answer: queue.SimpleQueue[Stats | LooptrtError] = queue.SimpleQueue()
         with self._lock:
             self._check_alive()
@@ -140,17 +159,28 @@ class EngineClient(ABC):
         return result.values
 
     def close(self) -> None:
-        """Stop the engine and wait for its end; running requests get an error."""
+        """Stop the engine and wait for its end; running requests get an error.
+
+        Does nothing in a process forked from the one that made the client.
+        """
+        if not self._is_owner():
+            return
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
+        if isinstance(threading.current_thread(), Worker):
+            # The collector closes a client in any thread, also in one that the end waits for.
+            threading.Thread(target=self._finish, name="looptrt-close").start()
+        else:
+            self._finish()
+
+    def _finish(self) -> None:
         self._send(Shutdown())
         self._stop()
         self._connection.hang_up()
-        if threading.current_thread() is not self._reader:
-            self._reader.join(_STOP_TIMEOUT_S)
-            self._connection.close()
+        self._reader.join(_STOP_TIMEOUT_S)
+        self._connection.close()
 
     @abstractmethod
     def _end_reason(self) -> str:
@@ -178,6 +208,17 @@ class EngineClient(ABC):
 
     # ---- sending
 
+    def _is_owner(self) -> bool:
+        """False in a forked process, which has the client's memory but none of its threads."""
+        return os.getpid() == self._owner_pid
+
+    def _check_owner(self) -> None:
+        if not self._is_owner():
+            raise EngineError(
+                f"the engine belongs to process {self._owner_pid}, this is {os.getpid()}; "
+                "start an engine in each process"
+            )
+
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise copy(self._failure)
@@ -193,25 +234,33 @@ class EngineClient(ABC):
             return self._listeners.pop(request_id, None)
 
     def _send(self, message: Message) -> None:
-        try:
+        with contextlib.suppress(EngineError):  # the reader sees the end and tells everyone why
             self._connection.send(message)
-        except EngineError:
-            # Part of a frame may be on its way. The reader sees the end and tells everyone why.
-            self._connection.hang_up()
 
     # ---- the reader thread
 
     def _read(self) -> None:
-        try:
-            while (message := self._next_message()) is not None:
-                self._dispatch(message)
-            failure: LooptrtError = EngineError(
-                "the engine was shut down" if self._is_closed else self._end_reason()
-            )
-        except LooptrtError as error:
-            failure = error
+        failure = self._supervise(self._listen)
+        assert failure is not None
         self._fail(failure)
         self._started.set()
+
+    def _supervise(self, work: Callable[[], None]) -> LooptrtError | None:
+        """Run a part of the reader's work; returns what it raised."""
+        try:
+            work()
+        except LooptrtError as error:
+            return error
+        except Exception as error:  # this thread is the only one to tell the callers of it
+            _logger.exception("the client's reader failed")
+            return EngineError(f"the client's reader failed: {type(error).__name__}: {error}")
+        return None
+
+    def _listen(self) -> None:
+        """Dispatch messages until the connection ends, which is an EngineError."""
+        while (message := self._next_message()) is not None:
+            self._dispatch(message)
+        raise EngineError("the engine was shut down" if self._is_closed else self._end_reason())
 
     def _next_message(self) -> Message | None:
         timeout_s = self._config.step_timeout_s
@@ -237,8 +286,9 @@ class EngineClient(ABC):
                 with self._lock:
                     answer = self._calls.pop(call_id)
                 answer.put(message)
-            case Ready(manifest):
+            case Ready(manifest, num_units):
                 self.manifest = Manifest.from_json(manifest, self._engine_dir)
+                self.num_units = num_units
                 self._started.set()
             case EngineFailed(error):
                 raise error
@@ -246,15 +296,7 @@ class EngineClient(ABC):
                 raise EngineError(f"unexpected message from the engine: {message!r}")
 
     def _deliver(self, output: StepOutput) -> None:
-        updates: dict[int, Update] = {}
-        rows = zip(output.request_ids, output.token_ids, output.depths, strict=True)
-        for request_id, token_id, depth in rows:
-            update = updates.setdefault(request_id, Update())
-            update.token_ids.append(token_id)
-            update.depths.append(depth)
-        for ended in output.finished:
-            updates.setdefault(ended.request_id, Update()).finished = ended
-        for request_id, update in updates.items():
+        for request_id, update in _updates(output).items():
             with self._lock:
                 take = self._listeners.get if update.finished is None else self._take_listener
                 listener = take(request_id)
@@ -267,9 +309,26 @@ class EngineClient(ABC):
             listeners, self._listeners = self._listeners, {}
             calls, self._calls = self._calls, {}
         for listener in listeners.values():
-            listener(Update(error=copy(failure)))
+            self._supervise(partial(listener, Update(error=copy(failure))))
         for answer in calls.values():
             answer.put(copy(failure))
+
+
+def _updates(output: StepOutput) -> dict[int, Update]:
+    """A step's outcome by request."""
+    updates: defaultdict[int, Update] = defaultdict(Update)
+    for request_id, position, scored in output.prompt_logprobs:
+        updates[request_id].prompt_logprobs.append((position, scored))
+    rows = zip(output.request_ids, output.token_ids, output.depths, strict=True)
+    for row, (request_id, token_id, depth) in enumerate(rows):
+        update = updates[request_id]
+        update.token_ids.append(token_id)
+        update.depths.append(depth)
+        if row in output.logprobs:
+            update.logprobs.append(output.logprobs[row])
+    for ended in output.finished:
+        updates[ended.request_id].finished = ended
+    return updates
 
 
 class InProcessClient(EngineClient):
@@ -292,11 +351,8 @@ class InProcessClient(EngineClient):
     ) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours, engine_dir, config)
-        self._engine = threading.Thread(
-            target=serve,
-            args=(lambda: make_core(engine_dir, config), Connection(theirs)),
-            name="looptrt-engine",
-            daemon=True,
+        self._engine = Worker(
+            "looptrt-engine", serve, lambda: make_core(engine_dir, config), Connection(theirs)
         )
         self._engine.start()
         self._start()
@@ -330,24 +386,23 @@ class ProcessClient(EngineClient):
             *("--engine-dir", str(engine_dir)),
             *("--config", json.dumps(config.to_json())),
         ]
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                encoding="utf-8",
-                errors="replace",
-            )
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    encoding="utf-8",
+                    errors="replace",
+                )
+        except BaseException:
+            self._connection.close()
+            raise
         assert self._process.stdout is not None
         self._lines: deque[str] = deque(maxlen=_NUM_LINES_KEPT)
-        self._line_reader = threading.Thread(
-            target=self._read_lines,
-            args=(self._process.stdout,),
-            name="looptrt-engine-log",
-            daemon=True,
-        )
+        self._line_reader = Worker("looptrt-engine-log", self._read_lines, self._process.stdout)
         self._line_reader.start()
         self._start()
 

@@ -16,7 +16,6 @@ import queue
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,6 +35,8 @@ from looptrt.runtime.protocol import (
     RequestRefused,
     Shutdown,
     Stats,
+    Worker,
+    parts_of,
 )
 from looptrt.runtime.request import Request
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from looptrt.runtime.engine_core import EngineCore
 
 _IDLE_WAIT_S = 5.0
+
+_Inbox = queue.SimpleQueue[Message | LooptrtError | None]  # None: the client has left
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +70,7 @@ class Core(Protocol):
         """Run one step."""
 
     def stats(self) -> dict[str, int | float]:
-        """Figures by name."""
+        """Figures by name; `num_units` is what requests may own of the KV pool."""
 
     def close(self) -> None:
         """Release everything."""
@@ -86,10 +89,8 @@ def serve(make_core: Callable[[], Core], connection: Connection) -> bool:
     Returns:
         Whether it ended as asked; False after a failure, which the client was told.
     """
-    inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    reader = threading.Thread(
-        target=_read_all, args=(connection, inbox), name="looptrt-inbox", daemon=True
-    )
+    inbox: _Inbox = queue.SimpleQueue()
+    reader = Worker("looptrt-inbox", _read_all, connection, inbox)
     reader.start()
     try:
         _run(make_core, connection, inbox)
@@ -107,37 +108,31 @@ def serve(make_core: Callable[[], Core], connection: Connection) -> bool:
     return True
 
 
-def _read_all(connection: Connection, inbox: queue.SimpleQueue[Message | None]) -> None:
+def _read_all(connection: Connection, inbox: _Inbox) -> None:
     """Empty the socket at all times, so that no client waits for a step to end."""
-    message: Message | None = None
     try:
         while (message := connection.receive()) is not None:
             inbox.put(message)
-    except LooptrtError:
-        _logger.exception("the client's messages cannot be read")
+    except LooptrtError as error:
+        inbox.put(error)
     finally:
         inbox.put(None)
 
 
-def _run(
-    make_core: Callable[[], Core],
-    connection: Connection,
-    inbox: queue.SimpleQueue[Message | None],
-) -> None:
+def _run(make_core: Callable[[], Core], connection: Connection, inbox: _Inbox) -> None:
     core = make_core()
     try:
-        connection.send(Ready(core.manifest.to_json()))
+        connection.send(Ready(core.manifest.to_json(), int(core.stats()["num_units"])))
         while _take_messages(core, connection, inbox):
             if core.has_work():
                 # Sent even when it is empty: the client takes silence for a hang.
-                connection.send(core.step())
+                for part in parts_of(core.step()):
+                    connection.send(part)
     finally:
         core.close()
 
 
-def _take_messages(
-    core: Core, connection: Connection, inbox: queue.SimpleQueue[Message | None]
-) -> bool:
+def _take_messages(core: Core, connection: Connection, inbox: _Inbox) -> bool:
     """Act on all messages that are there, waiting for one if there is no other work."""
     try:
         message = inbox.get(block=not core.has_work(), timeout=_IDLE_WAIT_S)
@@ -148,7 +143,7 @@ def _take_messages(
     return False
 
 
-def _act(core: Core, connection: Connection, message: Message | None) -> bool:
+def _act(core: Core, connection: Connection, message: Message | LooptrtError | None) -> bool:
     """Act on one message; False when the engine is to stop."""
     match message:
         case AddRequest(request):
@@ -162,6 +157,8 @@ def _act(core: Core, connection: Connection, message: Message | None) -> bool:
             connection.send(Stats(call_id, core.stats()))
         case Shutdown() | None:
             return False
+        case LooptrtError():
+            raise message  # what the client sends cannot be read any more
         case _:
             raise EngineError(f"unexpected message from the client: {message!r}")
     return True

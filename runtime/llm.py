@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import threading
 import time
 import weakref
 from collections import deque
@@ -24,16 +25,17 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from looptrt.errors import QueueFullError, RequestError
-from looptrt.runtime.admission import Admission, Admitted, EncodedPrompt, Prompt
-from looptrt.runtime.answer import Answer
+from looptrt.runtime.admission import Admission, EncodedPrompt, Prompt
+from looptrt.runtime.answer import Answer, Completion
 from looptrt.runtime.chat import ChatTemplate, Message
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_client import EngineClient, InProcessClient, ProcessClient, Update
 from looptrt.runtime.outputs import RequestOutput
-from looptrt.runtime.sampling_params import SamplingParams
+from looptrt.runtime.sampling_params import SamplingParams, shown
 from looptrt.runtime.tokenizer import Tokenizer
 
 Conversation = Sequence[Message]
+_Arrival = tuple[Completion, Update] | None  # None: the stream was closed
 
 _QUEUE_FULL_RETRY_S = 0.05
 
@@ -77,12 +79,15 @@ class LLM:
     def _attach(self, client: EngineClient, engine_dir: Path, config: EngineConfig) -> None:
         self._client = client
         self._close = weakref.finalize(self, client.close)
-        self._request_ids = itertools.count()
+        self._next_id = 0
+        self._id_lock = threading.Lock()
+        self._answers: weakref.WeakValueDictionary[int, Answer] = weakref.WeakValueDictionary()
         self._config = config
         self.manifest = client.manifest
         try:
             self._admission = Admission(
                 manifest=client.manifest,
+                num_units=client.num_units,
                 limits=config.limits(client.manifest),
                 config=config,
                 tokenizer=Tokenizer.of_engine(engine_dir),
@@ -163,7 +168,7 @@ class LLM:
             EngineError: the engine has ended.
         """
         answer = self._admit_one(prompt, sampling_params)
-        return AnswerStream(self._client, answer)
+        return AnswerStream(self, answer)
 
     def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -178,16 +183,18 @@ class LLM:
             EngineError: the engine has ended.
         """
         answer = self._admit_one(prompt, sampling_params)
-        return AsyncAnswerStream(self._client, answer)
+        return AsyncAnswerStream(self, answer)
 
     # ---- control
 
     def abort(self, request_id: int) -> None:
-        """End a request: its caller gets what there is, with finish reason `abort`.
+        """End a request, all its answers: its caller gets what there is, finished as `abort`.
 
         Unknown and finished ids are harmless.
         """
-        self._client.abort(request_id)
+        answer = self._answers.get(request_id)
+        for completion in () if answer is None else answer.completions:
+            self._client.abort(completion.request_id)
 
     def stats(self) -> dict[str, int | float]:
         """Queue, pool and cache figures of the engine.
@@ -216,16 +223,29 @@ class LLM:
 
     def _admit_one(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
         encoded = self._admission.encode(prompt)
-        (admitted,) = self._admit([encoded], [params or SamplingParams()])
-        return Answer(admitted, self.tokenizer)
+        (answer,) = self._admit([encoded], [SamplingParams() if params is None else params])
+        return answer
 
     def _admit(
         self, prompts: list[EncodedPrompt], params: Sequence[SamplingParams]
-    ) -> list[Admitted]:
-        return [
-            self._admission.admit(next(self._request_ids), prompt, of_prompt)
-            for prompt, of_prompt in zip(prompts, params, strict=True)
-        ]
+    ) -> list[Answer]:
+        answers = []
+        for prompt, of_prompt in zip(prompts, params, strict=True):
+            if not isinstance(of_prompt, SamplingParams):
+                raise RequestError(
+                    f"sampling_params: expected SamplingParams, got {shown(of_prompt)}"
+                )
+            first_id = self._take_ids(of_prompt.n)
+            admitted = self._admission.admit(first_id, prompt, of_prompt)
+            answers.append(Answer(admitted, self.tokenizer))
+        self._answers.update({answer.request_id: answer for answer in answers})
+        return answers
+
+    def _take_ids(self, count: int) -> int:
+        """Reserve consecutive request ids; returns the first."""
+        with self._id_lock:
+            first, self._next_id = self._next_id, self._next_id + count
+        return first
 
     def _answer(
         self,
@@ -235,9 +255,10 @@ class LLM:
         progress: bool,
     ) -> list[RequestOutput]:
         params = _params_of_each(sampling_params, len(prompts))
-        answers = [Answer(admitted, self.tokenizer) for admitted in self._admit(prompts, params)]
-        batch = _Batch(self._client, answers, self._config)
-        with _progress_bar(len(answers)) if progress else contextlib.nullcontext() as advance:
+        answers = self._admit(prompts, params)
+        completions = [one for answer in answers for one in answer.completions]
+        batch = _Batch(self._client, completions, self._config)
+        with _progress_bar(len(completions)) if progress else contextlib.nullcontext() as advance:
             batch.run(advance or (lambda: None))
         return [answer.output() for answer in answers]
 
@@ -245,13 +266,15 @@ class LLM:
 class _Batch:
     """Submits requests in a window that the waiting queue can hold, and collects answers."""
 
-    def __init__(self, client: EngineClient, answers: list[Answer], config: EngineConfig) -> None:
+    def __init__(
+        self, client: EngineClient, completions: list[Completion], config: EngineConfig
+    ) -> None:
         self._client = client
         self._window = config.max_waiting
         self._patience_s = config.step_timeout_s
-        self._pending = deque(answers)
-        self._live: dict[int, Answer] = {}
-        self._inbox: queue.SimpleQueue[tuple[Answer, Update]] = queue.SimpleQueue()
+        self._pending = deque(completions)
+        self._live: set[int] = set()
+        self._inbox: queue.SimpleQueue[tuple[Completion, Update]] = queue.SimpleQueue()
         self._give_up_s: float | None = None  # set while other callers fill the queue
 
     def run(self, on_finish: Callable[[], None]) -> None:
@@ -260,28 +283,29 @@ class _Batch:
             while self._pending or self._live:
                 self._submit()
                 # The client tells every listener in bounded time, so this wait needs no deadline.
-                answer, update = self._inbox.get()
+                completion, update = self._inbox.get()
                 if isinstance(update.error, QueueFullError):
-                    self._put_back(answer, update.error)
+                    self._put_back(completion, update.error)
                     continue
-                self._take(answer, update)
-                if answer.is_finished:
+                _take(self._client, completion, update)
+                if completion.ended is not None:
+                    self._live.remove(completion.request_id)
+                    self._give_up_s = None
                     on_finish()
         finally:
-            for request_id in self._live:
-                self._client.drop(request_id)
+            _drop(self._client, tuple(self._live))
 
     def _submit(self) -> None:
         is_blocked = self._give_up_s is not None and self._live
         while self._pending and len(self._live) < self._window and not is_blocked:
-            answer = self._pending.popleft()
-            self._live[answer.request_id] = answer
-            self._client.submit(answer.admitted.request, _putter(self._inbox, answer))
+            completion = self._pending.popleft()
+            self._live.add(completion.request_id)
+            self._client.submit(completion.request, _listener(completion, self._inbox.put))
 
-    def _put_back(self, answer: Answer, error: QueueFullError) -> None:
+    def _put_back(self, completion: Completion, error: QueueFullError) -> None:
         """Wait for room: until an own request ends, or else for a moment."""
-        del self._live[answer.request_id]
-        self._pending.appendleft(answer)
+        self._live.remove(completion.request_id)
+        self._pending.appendleft(completion)
         now = time.monotonic()
         self._give_up_s = self._give_up_s or now + self._patience_s
         if now > self._give_up_s:
@@ -289,30 +313,19 @@ class _Batch:
         if not self._live:
             time.sleep(_QUEUE_FULL_RETRY_S)
 
-    def _take(self, answer: Answer, update: Update) -> None:
-        was_stopped = answer.is_stopped
-        answer.take(update)
-        if answer.is_finished:
-            del self._live[answer.request_id]
-            self._give_up_s = None
-        elif answer.is_stopped and not was_stopped:
-            self._client.abort(answer.request_id)
-
 
 class AnswerStream(Iterator[RequestOutput]):
     """Outputs of one request as they come, the last one finished.
 
     A slow consumer gets several steps in one output. Closing or letting go of the stream
-    aborts the request.
+    aborts the request; the stream keeps its LLM.
     """
 
-    def __init__(self, client: EngineClient, answer: Answer) -> None:
-        self._client = client
+    def __init__(self, llm: LLM, answer: Answer) -> None:
+        self._llm = llm
         self._answer = answer
-        self._inbox: queue.SimpleQueue[Update] = queue.SimpleQueue()
-        self._drop = weakref.finalize(self, client.drop, answer.request_id)
-        self._drop.atexit = False
-        client.submit(answer.admitted.request, self._inbox.put)
+        self._inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
+        self._drop = _submit_all(self, llm._client, answer, self._inbox.put)
 
     @property
     def request_id(self) -> int:
@@ -324,8 +337,9 @@ class AnswerStream(Iterator[RequestOutput]):
             raise StopIteration
         try:
             # The client tells every listener in bounded time, so these waits need no deadline.
-            while not _take_all(self._client, self._answer, self._inbox.get(), self._rest()):
-                pass
+            while not _take_all(self._llm._client, self._inbox.get(), self._rest()):
+                if not self._drop.alive:
+                    raise StopIteration
         except BaseException:
             self.close()
             raise
@@ -333,27 +347,26 @@ class AnswerStream(Iterator[RequestOutput]):
             self.close()
         return self._answer.output()
 
-    def _rest(self) -> Iterator[Update]:
+    def _rest(self) -> Iterator[_Arrival]:
         with contextlib.suppress(queue.Empty):
             while True:
                 yield self._inbox.get_nowait()
 
     def close(self) -> None:
-        """End the stream; a request that runs is aborted."""
+        """End the stream, from any thread; a request that runs is aborted."""
         self._drop()
+        self._inbox.put(None)  # wakes whoever waits for an output
 
 
 class AsyncAnswerStream:
     """`AnswerStream` for `async for`."""
 
-    def __init__(self, client: EngineClient, answer: Answer) -> None:
-        self._client = client
+    def __init__(self, llm: LLM, answer: Answer) -> None:
+        self._llm = llm
         self._answer = answer
-        self._inbox: asyncio.Queue[Update] = asyncio.Queue()
-        self._drop = weakref.finalize(self, client.drop, answer.request_id)
-        self._drop.atexit = False
-        loop = asyncio.get_running_loop()
-        client.submit(answer.admitted.request, _loop_putter(loop, self._inbox))
+        self._inbox: asyncio.Queue[_Arrival] = asyncio.Queue()
+        self._put = _loop_putter(asyncio.get_running_loop(), self._inbox)
+        self._drop = _submit_all(self, llm._client, answer, self._put)
 
     @property
     def request_id(self) -> int:
@@ -367,49 +380,81 @@ class AsyncAnswerStream:
         if not self._drop.alive:
             raise StopAsyncIteration
         try:
-            while not _take_all(self._client, self._answer, await self._inbox.get(), self._rest()):
-                pass
+            while not _take_all(self._llm._client, await self._inbox.get(), self._rest()):
+                if not self._drop.alive:
+                    raise StopAsyncIteration
         except BaseException:
-            self._drop()
+            self._close()
             raise
         if self._answer.is_finished:
-            self._drop()
+            self._close()
         return self._answer.output()
 
-    def _rest(self) -> Iterator[Update]:
+    def _rest(self) -> Iterator[_Arrival]:
         while not self._inbox.empty():
             yield self._inbox.get_nowait()
 
     async def aclose(self) -> None:
-        """End the stream; a request that runs is aborted."""
+        """End the stream, from any task or thread; a request that runs is aborted."""
+        self._close()
+
+    def _close(self) -> None:
         self._drop()
+        self._put(None)  # wakes whoever waits for an output
 
 
-def _take_all(client: EngineClient, answer: Answer, first: Update, rest: Iterable[Update]) -> bool:
-    """Add updates to an answer; False while there is nothing new to show."""
-    was_stopped = answer.is_stopped
-    for update in itertools.chain([first], rest):
-        answer.take(update)
-    if answer.is_finished:
-        return True
-    if answer.is_stopped and not was_stopped:
-        client.abort(answer.request_id)
-    return not answer.is_stopped
+def _submit_all(
+    stream: object, client: EngineClient, answer: Answer, put: Callable[[_Arrival], None]
+) -> weakref.finalize[..., object]:
+    """Submit an answer's requests; returns what drops them, at the latest with the stream."""
+    ids = tuple(completion.request_id for completion in answer.completions)
+    drop = weakref.finalize(stream, _drop, client, ids)
+    drop.atexit = False
+    try:
+        for completion in answer.completions:
+            client.submit(completion.request, _listener(completion, put))
+    except BaseException:
+        drop()
+        raise
+    return drop
 
 
-def _putter(
-    inbox: queue.SimpleQueue[tuple[Answer, Update]], answer: Answer
+def _drop(client: EngineClient, request_ids: tuple[int, ...]) -> None:
+    for request_id in request_ids:
+        client.drop(request_id)
+
+
+def _take(client: EngineClient, completion: Completion, update: Update) -> bool:
+    """Add an update to its answer; returns whether there is something new to show."""
+    was_stopped = completion.is_stopped
+    has_news = completion.take(update)
+    if completion.is_stopped and not was_stopped and completion.ended is None:
+        client.abort(completion.request_id)
+    return has_news
+
+
+def _take_all(client: EngineClient, first: _Arrival, rest: Iterable[_Arrival]) -> bool:
+    """Add updates to their answers; False while there is nothing new to show."""
+    has_news = False
+    for arrival in itertools.chain([first], rest):
+        if arrival is not None:
+            has_news |= _take(client, *arrival)
+    return has_news
+
+
+def _listener(
+    completion: Completion, put: Callable[[tuple[Completion, Update]], None]
 ) -> Callable[[Update], None]:
-    return lambda update: inbox.put((answer, update))
+    return lambda update: put((completion, update))
 
 
 def _loop_putter(
-    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Update]
-) -> Callable[[Update], None]:
-    def put(update: Update) -> None:
+    loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[_Arrival]
+) -> Callable[[_Arrival], None]:
+    def put(arrival: _Arrival) -> None:
         # A loop that was closed has no one who waits; the stream's end drops the request.
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(inbox.put_nowait, update)
+            loop.call_soon_threadsafe(inbox.put_nowait, arrival)
 
     return put
 
@@ -424,7 +469,7 @@ def _is_nested(prompts: object) -> bool:
 def _are_conversations(
     messages: Conversation | Sequence[Conversation],
 ) -> TypeGuard[Sequence[Conversation]]:
-    return bool(messages) and isinstance(messages[0], list | tuple)
+    return isinstance(messages, Sequence) and isinstance(next(iter(messages), None), list | tuple)
 
 
 def _params_of_each(
@@ -432,6 +477,10 @@ def _params_of_each(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence) or isinstance(params, str | bytes | bytearray):
+        raise RequestError(
+            f"sampling_params: expected SamplingParams or a list of them, got {shown(params)}"
+        )
     if len(params) != num_prompts:
         raise RequestError(
             f"sampling_params: expected one for each of {num_prompts} prompts, got {len(params)}"

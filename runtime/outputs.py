@@ -7,6 +7,7 @@ reaches the caller once, and a finished request is reported once, after its last
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from looptrt.runtime.request import FinishReason
 
@@ -41,7 +42,8 @@ class TokenLogprobs:
 
     Attributes:
         token_ids, logprobs, ranks: the position's own token first, whatever its rank; then
-            the most likely ones in order. Rank 1 is the most likely.
+            the most likely others in order. Rank 1 is the most likely; of equally likely
+            tokens the one with the lower id comes first.
     """
 
     token_ids: list[int]
@@ -94,28 +96,94 @@ class RequestMetrics:
         return self.finished_s - self.arrival_s
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Transcript:
+    """All of an answer so far; its lists are only ever appended to.
+
+    Attributes:
+        pieces: the visible text, joined.
+        prompt_ids: in front of the answer's, where the request asks for that, else empty.
+    """
+
+    pieces: list[str]
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class CompletionOutput:
     """An answer, so far or whole.
 
+    It costs the same however long the answer is: what it holds of the answer is taken from
+    the transcript, which all outputs of a stream share, when it is first asked for.
+
     Attributes:
         index: which of a request's answers this is.
-        text: visible text; neither a stop string nor a stop token is part of it.
         delta: what `text` gained since the previous output of the same stream.
-        token_ids: every generated token, the stop token or the one that completed a stop
-            string included.
-        depths: loops run to make each token of `token_ids`.
         finish_reason: None while the answer grows.
-        stop_reason: the stop string or the token id that ended the answer, else None.
+        stop_reason: the stop string, stop sequence or token id that ended the answer; with
+            finish reason `error` what went wrong; else None.
+        num_tokens: generated tokens.
     """
 
     index: int
-    text: str
     delta: str
-    token_ids: list[int]
-    depths: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | tuple[int, ...] | None
+    num_tokens: int
+    _num_pieces: int
+    _has_logprobs: bool
+    _transcript: Transcript
+
+    @cached_property
+    def text(self) -> str:
+        """Visible text.
+
+        What stopped the answer is part of it only with `include_stop`, the prompt only without
+        `exclude_input`.
+        """
+        return "".join(self._transcript.pieces[: self._num_pieces])
+
+    @cached_property
+    def token_ids(self) -> list[int]:
+        """Every generated token, also the stop token or the one that completed a stop string.
+
+        Without `exclude_input` the prompt's come before them.
+        """
+        return self._transcript.prompt_ids + self._transcript.token_ids[: self.num_tokens]
+
+    @cached_property
+    def depths(self) -> list[int]:
+        """Loops run to make each generated token."""
+        return self._transcript.depths[: self.num_tokens]
+
+    @cached_property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """Of each generated token, where the request asks for them."""
+        return self._transcript.logprobs[: self.num_tokens] if self._has_logprobs else None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Log-probability of the whole answer, where the request asks for log-probabilities."""
+        return None if self.logprobs is None else sum(at.logprobs[0] for at in self.logprobs)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, CompletionOutput):
+            return NotImplemented
+        return self._shown() == other._shown()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
+        return f"CompletionOutput({shown})"
+
+    def _shown(self) -> dict[str, object]:
+        names = ("index", "text", "delta", "token_ids", "depths")
+        ends = ("finish_reason", "stop_reason", "logprobs")
+        return {name: getattr(self, name) for name in (*names, *ends)}
 
 
 @dataclass(frozen=True)
@@ -123,9 +191,15 @@ class RequestOutput:
     """A request's state as its caller sees it.
 
     Attributes:
-        prompt: the prompt's text, None when it came as token ids.
-        finished: whether this is the last output.
-        num_cached_tokens, kv_bytes, metrics: see `FinishedRequest`; None until finished.
+        request_id: for `LLM.abort`.
+        prompt: the prompt's text, None when it came as token ids or was cut.
+        prompt_token_ids: as they ran.
+        outputs: its n answers by index.
+        finished: whether this is the last output: all answers are whole.
+        num_cached_tokens, kv_bytes, metrics: see `FinishedRequest`; None until finished. Of
+            several answers: of the first, the sum, and from the earliest to the latest.
+        prompt_logprobs: where the request asks for them: None for the first prompt token,
+            then one entry for each; complete with the first generated token.
     """
 
     request_id: int
@@ -136,3 +210,4 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     kv_bytes: int | None = None
     metrics: RequestMetrics | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None

@@ -2,29 +2,48 @@
 
 Owns the wire format: a 4-byte length, then a msgpack array of kind and fields. Leaves what
 messages mean to `engine_client` and `engine_process`. Invariant: a frame is sent and taken
-whole or the connection is over.
+whole or the connection is over; whoever sends never waits and holds no lock.
 """
 
 from __future__ import annotations
 
+import queue
 import select
 import socket
 import struct
 import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack  # type: ignore[import-untyped]
 import numpy as np
 
 from looptrt import errors
 from looptrt.errors import EngineError, LooptrtError, RequestError
-from looptrt.runtime.outputs import FinishedRequest, StepOutput
-from looptrt.runtime.request import FinishReason, Request, SamplerParams
+from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
+from looptrt.runtime.request import (
+    ExitKv,
+    ExitParams,
+    ExitRule,
+    FinishReason,
+    LogprobsMode,
+    Request,
+    SamplerParams,
+)
 
+# Fields of a Request that msgpack takes as they are.
+_PLAIN_FIELDS = (
+    *("max_new_tokens", "stop_token_ids", "loops", "prefill_loops"),
+    *("noise_seed", "cache_salt", "priority", "fork_of"),
+)
 MAX_FRAME_BYTES = 16 * 2**20
+# Log-probabilities in one message; each takes at most 5 + 9 + 5 bytes.
+_MAX_LOGPROBS = 2**19
 # A frame that has begun moves at memory speed; only a stopped peer takes this long.
 FRAME_TIMEOUT_S = 300.0
+_FLUSH_TIMEOUT_S = 10.0  # for what is queued when a connection ends
 _LENGTH = struct.Struct("<I")
 
 
@@ -56,9 +75,10 @@ class Shutdown:
 
 @dataclass(frozen=True)
 class Ready:
-    """Engine to client: loaded; config.json's content."""
+    """Engine to client: loaded; config.json's content and the units that requests may own."""
 
     manifest: dict[str, Any]
+    num_units: int
 
 
 @dataclass(frozen=True)
@@ -125,72 +145,165 @@ def decode(data: bytes) -> Message:
     return message
 
 
-class Connection:
-    """One end of a socket: `send` from any thread, `receive` from one.
+def parts_of(output: StepOutput) -> Iterator[StepOutput]:
+    """A step's outcome in messages that fit a frame: one, unless there are log-probabilities.
 
-    Args:
-        sock: a connected stream socket, owned from here on.
+    A request's tokens and its end stay together.
+    """
+    if not output.logprobs and not output.prompt_logprobs:
+        yield output
+        return
+    scored = ((entry, len(entry[2].token_ids)) for entry in output.prompt_logprobs)
+    for chunk in _chunks(scored):
+        yield StepOutput(prompt_logprobs=chunk)
+    finished = {ended.request_id: ended for ended in output.finished}
+    sizes = [1] * len(output.token_ids)
+    for row, at in output.logprobs.items():
+        sizes[row] += len(at.token_ids)
+    for rows in _chunks(enumerate(sizes)):
+        ids = [output.request_ids[row] for row in rows]
+        yield StepOutput(
+            request_ids=ids,
+            token_ids=[output.token_ids[row] for row in rows],
+            depths=[output.depths[row] for row in rows],
+            finished=[finished.pop(request_id) for request_id in ids if request_id in finished],
+            logprobs={
+                index: output.logprobs[row]
+                for index, row in enumerate(rows)
+                if row in output.logprobs
+            },
+        )
+    if finished:
+        yield StepOutput(finished=list(finished.values()))
+
+
+_Entry = TypeVar("_Entry")
+
+
+def _chunks(sized: Iterable[tuple[_Entry, int]]) -> Iterator[list[_Entry]]:
+    """Entries in their order, as many at a time as hold _MAX_LOGPROBS, at least one."""
+    chunk: list[_Entry] = []
+    total = 0
+    for entry, size in sized:
+        if chunk and total + size > _MAX_LOGPROBS:
+            yield chunk
+            chunk, total = [], 0
+        chunk.append(entry)
+        total += size
+    if chunk:
+        yield chunk
+
+
+class Worker(threading.Thread):
+    """A daemon thread of a connection or an engine.
+
+    The collector may finalise anything in it, also what waits for the end of this thread;
+    so such waits look for Workers (see `EngineClient.close`).
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(FRAME_TIMEOUT_S)
+    def __init__(self, name: str, target: Callable[..., object], *args: object) -> None:
+        super().__init__(name=name, target=target, args=args, daemon=True)
+
+
+class Connection:
+    """One end of a socket: `send` from anywhere, `receive` from one thread.
+
+    Only the connection's own thread writes to the socket: a finaliser that runs inside `send`
+    may send too, and an interrupt of the caller leaves no half of a frame behind.
+
+    Args:
+        sock: a connected stream socket, owned from here on; `close` gives it back.
+        frame_timeout_s: how long the peer may take over one message, from its first byte. It
+            may be silent between messages for ever.
+    """
+
+    def __init__(self, sock: socket.socket, frame_timeout_s: float = FRAME_TIMEOUT_S) -> None:
+        sock.settimeout(frame_timeout_s)  # of one `sendall`; `recv` follows a poll
         self._sock = sock
-        self._send_lock = threading.Lock()
+        self._frame_timeout_s = frame_timeout_s
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
+        self._end: str | None = None  # why nothing can be sent any more
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()  # None is the last
+        self._writer = Worker("looptrt-outbox", self._write_all)
+        self._writer.start()
 
     def send(self, message: Message) -> None:
-        """Send one message.
+        """Queue one message; the connection ends if it cannot be sent.
 
         Raises:
-            RequestError: the message is too large; nothing was sent.
-            EngineError: the peer is gone or has not read for FRAME_TIMEOUT_S.
+            RequestError: the message is too large; nothing was queued.
+            EngineError: the peer is gone or took no message for the frame timeout.
         """
         data = encode(message)
-        try:
-            with self._send_lock:
-                self._sock.sendall(_LENGTH.pack(len(data)) + data)
-        except OSError as error:
-            raise EngineError(f"the peer process is gone: {error}") from error
+        if self._end is not None:
+            raise EngineError(f"the peer process is gone: {self._end}")
+        self._outbox.put(_LENGTH.pack(len(data)) + data)
 
     def wait(self, timeout_s: float) -> bool:
         """Whether something, a message or the end, can be received within the time."""
         return bool(self._poll.poll(timeout_s * 1000))
 
     def receive(self) -> Message | None:
-        """The next message; None when the peer has closed.
+        """The next message, however long it takes to begin; None when the peer has closed.
 
         Raises:
-            EngineError: the frame is malformed or too large.
+            EngineError: the frame is malformed or too large, or stops half-way.
         """
-        header = self._read(_LENGTH.size)
+        self._poll.poll()
+        deadline_s = time.monotonic() + self._frame_timeout_s
+        header = self._read(_LENGTH.size, deadline_s)
         if header is None:
             return None
         (size,) = _LENGTH.unpack(header)
         if size > MAX_FRAME_BYTES:
             raise EngineError(f"message of {size} bytes, more than {MAX_FRAME_BYTES}")
-        data = self._read(size)
+        data = self._read(size, deadline_s)
         return None if data is None else decode(data)
 
     def hang_up(self) -> None:
-        """End the connection for both sides; a `receive` under way returns None."""
+        """Send what is queued, then end the connection for both sides.
+
+        A `receive` under way returns None.
+        """
+        self._outbox.put(None)
+        self._writer.join(_FLUSH_TIMEOUT_S)
+        self._shut_down("it was ended by this side")
+
+    def close(self) -> None:
+        """Hang up and give the descriptor back; no `receive` may be under way."""
+        self.hang_up()
+        self._writer.join(_FLUSH_TIMEOUT_S)
+        self._sock.close()
+
+    def _write_all(self) -> None:
+        try:
+            while (frame := self._outbox.get()) is not None:
+                self._sock.sendall(frame)
+        except OSError as error:
+            self._shut_down(str(error))  # half a frame may be out; the readers see the end
+
+    def _shut_down(self, reason: str) -> None:
+        self._end = self._end or reason
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # the peer was first
 
-    def close(self) -> None:
-        """Give the descriptor back; no other call may be under way."""
-        self._sock.close()
-
-    def _read(self, size: int) -> bytes | None:
+    def _read(self, size: int, deadline_s: float) -> bytes | None:
         data = bytearray()
         while len(data) < size:
+            if not self.wait(max(0.0, deadline_s - time.monotonic())):
+                raise EngineError(
+                    f"the peer has not finished a message within {self._frame_timeout_s:g} s"
+                )
             try:
                 piece = self._sock.recv(size - len(data))
-            except OSError:
-                return None  # a reset or silent peer is a closed one
+            except OSError as error:
+                self._end = self._end or str(error)
+                return None  # a peer that was reset is a closed one
             if not piece:
+                self._end = self._end or "it has closed the connection"
                 return None
             data += piece
         return bytes(data)
@@ -204,8 +317,8 @@ def _fields(message: Message) -> tuple[Any, ...]:
             return (request_id, *_error_fields(error))
         case EngineFailed(error):
             return _error_fields(error)
-        case StepOutput(request_ids, token_ids, depths, finished):
-            return (request_ids, token_ids, depths, [astuple(entry) for entry in finished])
+        case StepOutput():
+            return _output_fields(message)
         case AbortRequest() | GetStats() | Shutdown() | Ready() | Stats():
             return tuple(vars(message).values())
 
@@ -214,44 +327,66 @@ def _request_fields(request: Request) -> tuple[Any, ...]:
     return (
         request.request_id,
         request.prompt.astype("<i4").tobytes(),
-        request.max_new_tokens,
-        request.stop_token_ids,
-        request.loops,
-        request.prefill_loops,
-        request.noise_seed,
-        request.cache_salt,
-        request.priority,
-        astuple(request.sampler),
+        vars(request.sampler),
+        astuple(request.exit),
+        {name: getattr(request, name) for name in _PLAIN_FIELDS},
     )
 
 
-def _build_request(request_id: int, prompt: bytes, *fields: Any) -> AddRequest:  # noqa: ANN401
-    *numbers, noise_seed, cache_salt, priority, sampler = fields
-    max_new_tokens, stop_token_ids, loops, prefill_loops = numbers
+def _build_request(
+    request_id: int,
+    prompt: bytes,
+    sampler: dict[str, Any],
+    exit_params: list[Any],
+    plain: dict[str, Any],
+) -> AddRequest:
+    rule, threshold, kv = exit_params
+    sampler["logprobs_mode"] = LogprobsMode(sampler["logprobs_mode"])
+    sampler["end_ids"] = tuple(sampler["end_ids"])
+    sampler["bad_words"] = tuple(map(tuple, sampler["bad_words"]))
+    plain["stop_token_ids"] = tuple(plain["stop_token_ids"])
     return AddRequest(
         Request(
             request_id=request_id,
             prompt=np.frombuffer(prompt, "<i4").astype(np.int32),
-            max_new_tokens=max_new_tokens,
-            stop_token_ids=tuple(stop_token_ids),
-            loops=loops,
-            prefill_loops=prefill_loops,
-            noise_seed=noise_seed,
-            cache_salt=cache_salt,
-            priority=priority,
-            sampler=SamplerParams(*sampler),
+            sampler=SamplerParams(**sampler),
+            exit=ExitParams(ExitRule(rule), threshold, ExitKv(kv)),
+            **plain,
         )
     )
 
 
+def _output_fields(output: StepOutput) -> tuple[Any, ...]:
+    return (
+        output.request_ids,
+        output.token_ids,
+        output.depths,
+        [astuple(entry) for entry in output.finished],
+        [(row, *_logprob_fields(scored)) for row, scored in output.logprobs.items()],
+        [(*place, *_logprob_fields(scored)) for *place, scored in output.prompt_logprobs],
+    )
+
+
+def _logprob_fields(scored: TokenLogprobs) -> tuple[list[int], list[float], list[int]]:
+    return scored.token_ids, scored.logprobs, scored.ranks
+
+
 def _build_output(
-    request_ids: list[int], token_ids: list[int], depths: list[int], finished: list[list[Any]]
+    request_ids: list[int],
+    token_ids: list[int],
+    depths: list[int],
+    finished: list[list[Any]],
+    logprobs: list[list[Any]],
+    prompt_logprobs: list[list[Any]],
 ) -> StepOutput:
-    ended = [
-        FinishedRequest(request_id, FinishReason(reason), *rest)
-        for request_id, reason, *rest in finished
-    ]
-    return StepOutput(request_ids, token_ids, depths, ended)
+    return StepOutput(
+        request_ids,
+        token_ids,
+        depths,
+        [FinishedRequest(ended, FinishReason(reason), *rest) for ended, reason, *rest in finished],
+        {row: TokenLogprobs(*scored) for row, *scored in logprobs},
+        [(asked, position, TokenLogprobs(*scored)) for asked, position, *scored in prompt_logprobs],
+    )
 
 
 def _error_fields(error: LooptrtError) -> tuple[str, str]:

@@ -34,6 +34,7 @@ class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"  # the model's logits are not finite
 
 
 class LogprobsMode(StrEnum):

@@ -53,6 +53,10 @@ class Sampler:
                 goes to position p + 1.
         """
         num_samples = len(plan.logit_rows)
+        failed = _not_finite(logits[:num_samples])
+        if failed:
+            logits = logits.clone()
+            logits[list(failed)] = 0.0
         slots = [self._slots[slot] for slot in plan.sample_slots.tolist()]
         edited = {row: slot.edit(logits[row]) for row, slot in enumerate(slots) if slot.has_edits}
         tokens = _choose(logits[:num_samples], edited, [slot.params for slot in slots], plan)
@@ -65,7 +69,7 @@ class Sampler:
         }
         scored = self._score(logits[num_samples:], plan)
         result = StepResult.at_planned_depths(plan, tokens)
-        return replace(result, logprobs=logprobs, prompt_logprobs=scored)
+        return replace(result, logprobs=logprobs, prompt_logprobs=scored, failed=failed)
 
     def _score(self, logits: Tensor, plan: StepPlan) -> list[TokenLogprobs]:
         """Raw log-probabilities of the prompt tokens that follow the plan's prompt rows."""
@@ -78,6 +82,12 @@ class Sampler:
                 ranked(raw_logprobs(logits[row]), following, slot.params.prompt_logprobs or 0)
             )
         return scored
+
+
+def _not_finite(logits: Tensor) -> tuple[int, ...]:
+    """Rows of [n, vocab] logits that hold NaN or infinity."""
+    rows: list[int] = (~torch.isfinite(logits).all(dim=-1)).nonzero()[:, 0].tolist()
+    return tuple(rows)
 
 
 class LogitEditor:

@@ -16,6 +16,9 @@ from looptrt.errors import RequestError
 
 MAX_SEED = 2**63 - 1
 _MAX_INT = 2**31 - 1
+_MAX_STOP_IDS = 256
+_MAX_STOPS = 64
+_MAX_STOP_LEN = 1024
 _MAX_LOOPS = 2**15 - 1  # recorded depths are int16
 _MAX_NUMBER = 1e30  # so that no product of two values nears the end of float64
 _GREEDY_BELOW = 1e-5
@@ -129,7 +132,8 @@ class SamplingParams:
             `processed` the distribution that the token was drawn from, after everything
             below (for a greedy answer: the token alone).
         stop: texts, or lists of token ids, that end the answer; they are no part of its text.
-        stop_token_ids: token ids that end the answer, beside the model's own.
+            At most 64, each of at most 1024 characters or ids.
+        stop_token_ids: token ids that end the answer, beside the model's own; at most 256.
         ignore_eos: stop for none of the model's ids nor `stop_token_ids`.
         include_stop: keep what ended the answer in its text.
         skip_special_tokens: leave special tokens out of the text.
@@ -212,15 +216,15 @@ class SamplingParams:
             value = getattr(self, name)
             is_choice = isinstance(value, str) and value in choices
             if not is_choice and not (value is None and name in _OPTIONAL):
-                raise RequestError(f"{name}: expected {' or '.join(choices)}, got {_shown(value)}")
+                raise RequestError(f"{name}: expected {' or '.join(choices)}, got {shown(value)}")
         self._check_numbers()
         self._check_words()
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                shown = _shown(getattr(self, name))
-                raise RequestError(f"{name}: expected true or false, got {shown}")
+                value = getattr(self, name)
+                raise RequestError(f"{name}: expected true or false, got {shown(value)}")
         if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise RequestError(f"cache_salt: expected a string, got {_shown(self.cache_salt)}")
+            raise RequestError(f"cache_salt: expected a string, got {shown(self.cache_salt)}")
 
     @property
     def is_greedy(self) -> bool:
@@ -236,6 +240,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
                 _check_float(name, value, lowest, highest)
+                object.__setattr__(self, name, float(value))
         for name in _ABOVE_ZERO:
             if getattr(self, name) == 0:
                 raise RequestError(f"{name}: expected a number above 0, got 0")
@@ -259,7 +264,11 @@ class SamplingParams:
             values = getattr(self, name)
             words = _entries(name, (values,) if isinstance(values, str) else values)
             object.__setattr__(self, name, tuple(_word(name, word) for word in words))
-        stop_ids = _token_ids("stop_token_ids", self.stop_token_ids)
+        _check_count("stop", self.stop, _MAX_STOPS, "entries")
+        for stop in self.stop:
+            _check_count("stop", stop, _MAX_STOP_LEN, "characters or token ids in an entry")
+        stop_ids = tuple(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids)))
+        _check_count("stop_token_ids", stop_ids, _MAX_STOP_IDS, "different ids")
         object.__setattr__(self, "stop_token_ids", stop_ids)
         if self.embedding_bias is not None:
             object.__setattr__(self, "embedding_bias", _finite_floats(self.embedding_bias))
@@ -267,14 +276,14 @@ class SamplingParams:
 
 def _entries(name: str, values: object) -> tuple[Any, ...]:
     if not isinstance(values, tuple | list):
-        raise RequestError(f"{name}: expected a list, got {_shown(values)}")
+        raise RequestError(f"{name}: expected a list, got {shown(values)}")
     return tuple(values)
 
 
 def _word(name: str, word: object) -> Word:
     """A text, or a sequence of token ids."""
     if not isinstance(word, str | tuple | list):
-        raise RequestError(f"{name}: expected texts or lists of token ids, got {_shown(word)}")
+        raise RequestError(f"{name}: expected texts or lists of token ids, got {shown(word)}")
     if len(word) == 0:
         raise RequestError(f"{name}: an empty entry is everywhere in every answer")
     return word if isinstance(word, str) else _token_ids(name, word)
@@ -306,20 +315,25 @@ def _finite_floats(values: object) -> tuple[float, ...]:
     return tuple(array.astype(np.float32).tolist())
 
 
+def _check_count(name: str, values: Word | tuple[Word, ...], most: int, what: str) -> None:
+    if len(values) > most:
+        raise RequestError(f"{name}: expected at most {most} {what}, got {len(values)}")
+
+
 def _check_int(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise RequestError(f"{name}: expected an integer from {low} to {high}, got {_shown(value)}")
+        raise RequestError(f"{name}: expected an integer from {low} to {high}, got {shown(value)}")
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not low <= value <= high:  # type: ignore[operator]
         raise RequestError(
-            f"{name}: expected a finite number from {low:g} to {high:g}, got {_shown(value)}"
+            f"{name}: expected a finite number from {low:g} to {high:g}, got {shown(value)}"
         )
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """A value of any kind and size, in few words."""
     try:
         return reprlib.repr(value)

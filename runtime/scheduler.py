@@ -217,6 +217,10 @@ class Scheduler:
             alive &= sampled != request.slot
             self._end(request, FinishReason.ABORT, None)
         self._aborted_in_flight.clear()
+        for row in result.failed:
+            if alive[row]:
+                alive[row] = False
+                self._end(slots.request(int(sampled[row])), FinishReason.ERROR, None)
         self._stamp_first_tokens(sampled[alive])
         for row in np.flatnonzero(ended & alive).tolist():
             reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH

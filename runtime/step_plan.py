@@ -161,6 +161,7 @@ class StepResult:
         depths: [num_samples] loops each sampled row ran: the depth recorded for its token.
         logprobs: {index of a sample: log-probabilities} where a request asks for them.
         prompt_logprobs: one entry for each of plan.prompt_rows.
+        failed: samples whose logits are not finite; their tokens mean nothing.
     """
 
     token_ids: Int32Array
@@ -168,6 +169,7 @@ class StepResult:
     depths: Int32Array
     logprobs: Mapping[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: Sequence[TokenLogprobs] = ()
+    failed: tuple[int, ...] = ()
 
     @staticmethod
     def at_planned_depths(plan: StepPlan, token_ids: Int32Array) -> StepResult:

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import Tokenizer as _Tokenizer
-
-from looptrt.errors import ManifestError, RequestError
-
-TOKENIZER_NAME = "tokenizer.json"
+from looptrt.errors import CheckpointError, ManifestError, RequestError
+from looptrt.models.tokenizer_file import TOKENIZER_NAME, open_tokenizer
 
 
 class Tokenizer:
@@ -25,12 +22,9 @@ class Tokenizer:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._tokenizer = _Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises nothing more specific
-            raise ManifestError(f"{path}: not a usable tokenizer: {error}") from error
-        # A file can carry the settings it was trained with; a prompt is never cut nor padded.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            self._tokenizer = open_tokenizer(path)
+        except CheckpointError as error:
+            raise ManifestError(str(error)) from error
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._num_tail = self._count_tail()
@@ -50,13 +44,18 @@ class Tokenizer:
                 chat template holds it already.
 
         Raises:
-            RequestError: the text is not valid Unicode (a lone surrogate).
+            RequestError: the text is not valid Unicode (a lone surrogate), or the tokenizer has
+                no token for a part of it.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: not valid Unicode text: {error}") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise RequestError(f"prompt: the tokenizer cannot encode it: {error}") from error
+        ids: list[int] = encoding.ids
         return ids[: len(ids) - self._num_tail] if add_special_tokens and self._num_tail else ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:

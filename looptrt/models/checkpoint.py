@@ -8,7 +8,6 @@ a file that exists, and a tensor that is read is finite.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import CheckpointError
+from looptrt.models.files import read_json, shown
 from looptrt.models.safetensors_header import TensorEntry, read_header
 from looptrt.models.trtllm_config import RANK_NAME, check_ranks, family_config, is_trtllm_config
 
@@ -113,7 +113,8 @@ class Checkpoint:
         names = self.config.get("architectures")
         if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
             raise CheckpointError(
-                f"{self.config_path}: architectures: expected a list of one name, got {names!r}"
+                f"{self.config_path}: architectures: expected a list of one name, got "
+                f"{shown(names)}"
             )
         return names[0]
 
@@ -129,13 +130,19 @@ class Checkpoint:
             for key in ("dtype", "torch_dtype")
             if self.config.get(key) is not None
         }
-        names = {str(value).removeprefix("torch.") for value in found.values()}
+        names: set[str] = set()
+        for key, value in found.items():
+            if not isinstance(value, str):
+                raise CheckpointError(
+                    f"{self.config_path}: {key}: expected a name, found {shown(value)}"
+                )
+            names.add(value.removeprefix("torch."))
         if not names:
             raise CheckpointError(
                 f"{self.config_path}: neither dtype nor torch_dtype is set; choose with --dtype"
             )
         if len(names) > 1:
-            raise CheckpointError(f"{self.config_path}: dtype keys disagree: {found}")
+            raise CheckpointError(f"{self.config_path}: dtype keys disagree: {shown(found)}")
         return names.pop()
 
     def renamed(self, old: str, new: str) -> Checkpoint:
@@ -238,23 +245,6 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, float]
     return result, error
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable or holds something else.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
 def _chunks(tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
     pieces = torch.split(tensor.reshape(-1), _CHUNK)
     return [(index * _CHUNK, piece) for index, piece in enumerate(pieces) if piece.numel()]
@@ -314,11 +304,12 @@ def _read_index(index: Path) -> dict[str, TensorEntry]:
 def _shard_name(index: Path, tensor: str, shard: object) -> str:
     if not isinstance(shard, str) or Path(shard).name != shard or "\\" in shard or "\0" in shard:
         raise CheckpointError(
-            f"{index}: tensor {tensor!r}: expected a file name in the same directory, got {shard!r}"
+            f"{index}: tensor {tensor!r}: expected a file name in the same directory, got "
+            f"{shown(shard)}"
         )
     if not shard.endswith(".safetensors"):
         raise CheckpointError(
-            f"{index}: tensor {tensor!r}: expected a .safetensors file, got {shard!r}"
+            f"{index}: tensor {tensor!r}: expected a .safetensors file, got {shown(shard)}"
         )
     return shard
 

@@ -7,8 +7,7 @@ names every tensor of its checkpoints, with shapes, before any of them is read.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,9 +16,14 @@ import torch
 from looptrt.errors import CheckpointError
 from looptrt.loop_spec import LoopSpec
 from looptrt.models import blocks
+from looptrt.models.files import shown
 
 Config = Mapping[str, Any]
 Shape = tuple[int, ...]
+
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = 2**128 - 2**104  # as an integer, so that no comparison overflows
+_FLOAT32_TINY = 2.0**-126
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,11 @@ class Family:
         head: checkpoint name of the head.
         ignored: fnmatch patterns of checkpoint tensors that may be there and are not read.
         parse_with_names: for an architecture whose config alone may not tell the model:
-            (config, where, names of the tensors that are there) to spec, which then stands
-            instead of `parse_config`'s.
+            (config, where, {name: shape} of the tensors that are there) to spec; asked instead
+            of `parse_config` where there are tensors.
+        end_tokens: tokens that end an answer wherever the tokenizer has them, beside those
+            that the checkpoint's configs name.
+        chat_template: Jinja source for checkpoints that bring none; built into the engine.
         build: makes the model; the same for all.
     """
 
@@ -87,7 +94,9 @@ class Family:
     embedding: str
     head: str
     ignored: tuple[str, ...] = ()
-    parse_with_names: Callable[[Config, str, Collection[str]], LoopSpec] | None = None
+    parse_with_names: Callable[[Config, str, Mapping[str, Shape]], LoopSpec] | None = None
+    end_tokens: tuple[str, ...] = ()
+    chat_template: str | None = None
     build: ClassVar = staticmethod(blocks.build)
 
 
@@ -104,20 +113,23 @@ class ConfigReader:
     where: str
 
     def integer(self, *names: str, default: int | None = None) -> int:
-        """A positive integer under any of the names."""
+        """A positive int32 under any of the names."""
         name, value = self._find(names, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.error(name, "an integer of at least 1", value)
+        if value > INT32_MAX:
+            raise self.error(name, f"an integer of at most {INT32_MAX}", value)
         return value
 
     def number(self, *names: str, default: float | None = None, may_be_zero: bool = False) -> float:
-        """A positive (or zero) finite number under any of the names."""
+        """A positive (or zero) number of float32 under any of the names."""
         name, value = self._find(names, default)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        in_range = is_number and math.isfinite(value) and value >= 0
-        if not in_range or (value == 0 and not may_be_zero):
-            expected = "a number of at least 0" if may_be_zero else "a positive number"
+        expected = "a number of at least 0" if may_be_zero else "a positive number"
+        if not is_number or not value >= 0 or (value == 0 and not may_be_zero):
             raise self.error(name, expected, value)
+        if not (0 if may_be_zero else _FLOAT32_TINY) <= value <= FLOAT32_MAX:
+            raise self.error(name, f"{expected} that float32 holds", value)
         return float(value)
 
     def word(self, *names: str, default: str | None = None) -> str:
@@ -151,7 +163,7 @@ class ConfigReader:
 
     def error(self, name: str, expected: str, found: object) -> CheckpointError:
         """Say what is wrong with a key."""
-        return CheckpointError(f"{self.where}: {name}: expected {expected}, found {found!r}")
+        return CheckpointError(f"{self.where}: {name}: expected {expected}, found {shown(found)}")
 
     def spec(self, **fields: Any) -> LoopSpec:  # noqa: ANN401 - LoopSpec's own fields
         """Make the spec; what it refuses is the file's fault."""
@@ -169,5 +181,5 @@ class ConfigReader:
         (name, value), *others = found.items()
         for other, other_value in others:
             if other_value != value:
-                raise self.error(other, f"{value!r} as in {name}", other_value)
+                raise self.error(other, f"{shown(value)} as in {name}", other_value)
         return name, value

@@ -21,9 +21,7 @@ _logger = logging.getLogger(__name__)
 def settle_head(
     checkpoint: Checkpoint, family: Family, spec: LoopSpec
 ) -> tuple[Checkpoint, LoopSpec]:
-    """Decide from the tensors that are there what the config leaves open or gets wrong.
-
-    That is `spec.tied_head`, and the model itself where the family says so.
+    """Decide `spec.tied_head` from the tensors that are there.
 
     Args:
         checkpoint: the opened files.
@@ -35,12 +33,8 @@ def settle_head(
         of the embedding; and the spec.
 
     Raises:
-        CheckpointError: there is no head and the config does not tie it to the embedding, or
-            the tensors are those of another model than the config's.
+        CheckpointError: there is no head and the config does not tie it to the embedding.
     """
-    if family.parse_with_names is not None:
-        where = str(checkpoint.config_path)
-        spec = family.parse_with_names(checkpoint.config, where, checkpoint.tensors.keys())
     head, embedding = family.head, family.embedding
     if head not in checkpoint.tensors:
         if not spec.tied_head:

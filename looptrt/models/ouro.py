@@ -6,9 +6,12 @@ config asks for and we do not do is refused, never ignored.
 
 from __future__ import annotations
 
+import logging
+
 from looptrt.loop_spec import BlockKind, InitialState, LoopSpec, RopeSpec, RopeStyle
 from looptrt.models.blocks import EMBEDDING, HEAD
 from looptrt.models.family import Config, ConfigReader, Family, WeightRecipe
+from looptrt.models.files import shown
 
 ARCHITECTURE = "OuroForCausalLM"
 
@@ -20,6 +23,24 @@ _NORMS = {
     "norm_3": "post_attention_layernorm",
     "norm_4": "post_attention_layernorm_2",
 }
+# What requests set here, and the values in a config that ask for nothing.
+_EXITS = {
+    "early_exit_threshold": ("exit_threshold", (1.0, None)),
+    "early_exit_step": ("exit_at_step", (None,)),
+}
+# Published files say that 0 is begin, end and pad, yet a chat turn ends in <|im_end|> (case A1).
+_END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+_CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+{{- '<|im_start|>assistant\\n' -}}
+{%- if enable_thinking is defined and enable_thinking -%}{{- '<think>\\n' -}}{%- endif -%}
+{%- endif -%}
+"""
+
+_logger = logging.getLogger(__name__)
 
 
 def parse_config(config: Config, where: str) -> LoopSpec:
@@ -38,8 +59,9 @@ def parse_config(config: Config, where: str) -> LoopSpec:
     read.expect("attention_bias", False)
     read.expect("rope_scaling")
     read.expect("rope_parameters")
+    _warn_of_exits(read)
     layer_types = config.get("layer_types") or []
-    if any(kind != "full_attention" for kind in layer_types):
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         raise read.error("layer_types", "only 'full_attention'", layer_types)
     hidden = read.integer("hidden_size")
     num_heads = read.integer("num_attention_heads")
@@ -64,6 +86,18 @@ def parse_config(config: Config, where: str) -> LoopSpec:
         exit_gate=True,
         tied_head=read.flag("tie_word_embeddings", default=False),
     )
+
+
+def _warn_of_exits(read: ConfigReader) -> None:
+    for key, (field, silent) in _EXITS.items():
+        if read.config.get(key) not in silent:
+            _logger.warning(
+                "%s: %s %s: not applied; each request sets its own exits (%s)",
+                read.where,
+                key,
+                shown(read.config[key]),
+                field,
+            )
 
 
 def _head_dim(read: ConfigReader, hidden: int, num_heads: int) -> int:
@@ -122,4 +156,6 @@ FAMILY = Family(
     embedding=_EMBEDDING,
     head=_HEAD,
     ignored=("*rotary_emb.inv_freq",),
+    end_tokens=_END_TOKENS,
+    chat_template=_CHAT_TEMPLATE,
 )

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from looptrt.errors import CheckpointError
 from looptrt.loop_spec import BlockKind, InitialState, LoopSpec, RopeSpec, RopeStyle
 from looptrt.models import retrofit
 from looptrt.models.blocks import EMBEDDING, HEAD
-from looptrt.models.family import Config, ConfigReader, Family, WeightRecipe
+from looptrt.models.family import Config, ConfigReader, Family, Shape, WeightRecipe
+from looptrt.models.files import shown
 
 ARCHITECTURE = "RavenForCausalLM"
 HUGINN = "Huginn"
@@ -44,6 +45,20 @@ _NORMS = {
     BlockKind.POST_NORM: ("norm_2", "norm_4"),
     BlockKind.PRE_NORM: ("norm_1", "norm_3"),
 }
+
+# Endings of the names of the packed projections, Hugging Face's and TensorRT-LLM's.
+_QKV_NAMES = (".attn.Wqkv.weight", ".attention.qkv.weight")
+# Those of Huginn, and those of the models that were made recurrent.
+_END_TOKENS = ("<|end_text|>", "<|end_turn|>", "<|im_end|>", "<|endoftext|>")
+_CHAT_TEMPLATE = """\
+{{- bos_token | default('<|begin_text|>') -}}
+{%- for message in messages -%}
+{%- set role = 'Huginn' if message['role'] == 'assistant' else message['role'] -%}
+{{- '<|begin_header|>' + role + '<|end_header|>\\n\\n' -}}
+{{- message['content'] | trim + '<|end_turn|>' -}}
+{%- endfor -%}
+{{- '<|begin_header|>Huginn<|end_header|>\\n\\n' if add_generation_prompt else '<|end_text|>' -}}
+"""
 
 _logger = logging.getLogger(__name__)
 
@@ -78,22 +93,27 @@ def parse_config(config: Config, where: str) -> LoopSpec:
             "taken for OLMo-2",
             where,
         )
-    return _parse(read, possible)
+    return _parse(read, possible, {})
 
 
-def parse_with_names(config: Config, where: str, tensors: Collection[str]) -> LoopSpec:
+def parse_with_names(config: Config, where: str, tensors: Mapping[str, Shape]) -> LoopSpec:
     """Read the config.json of the variant that config and tensor names agree on.
+
+    Args:
+        config: the parsed file.
+        where: its name, for errors.
+        tensors: {name: shape} of those that are there.
 
     Raises:
         CheckpointError: as in `parse_config`, or the tensors are another variant's.
     """
     read = ConfigReader(config, where)
-    return _parse(read, _possible_variants(read, tensors))
+    return _parse(read, _possible_variants(read, tensors), tensors)
 
 
-def _parse(read: ConfigReader, possible: frozenset[str]) -> LoopSpec:
+def _parse(read: ConfigReader, possible: frozenset[str], tensors: Mapping[str, Shape]) -> LoopSpec:
     if HUGINN in possible:
-        return _parse_huginn(read)
+        return _parse_huginn(read, tensors)
     variant = retrofit.OLMO if retrofit.OLMO in possible else retrofit.LLAMA
     return retrofit.parse(read, ARCHITECTURE, variant)
 
@@ -117,14 +137,14 @@ def _names(variants: frozenset[str]) -> str:
 
 
 def _config_clues(read: ConfigReader) -> Iterator[_Clue]:
-    modelling = str(read.mapping("auto_map").get("AutoModelForCausalLM"))
+    modelling = shown(read.mapping("auto_map").get("AutoModelForCausalLM"))
     for part, variant in (("olmo", retrofit.OLMO), ("llama", retrofit.LLAMA)):
         if part in modelling:
-            yield _Clue(f"auto_map {modelling!r}", frozenset({variant}))
+            yield _Clue(f"auto_map {modelling}", frozenset({variant}))
     if read.mapping("init_values").get("embed_scale") == 1.0:
         yield _Clue("init_values.embed_scale 1.0", _RETROFITS)
     if read.config.get("initial_state_mode") not in (None, retrofit.RANDOM):
-        yield _Clue(f"initial_state_mode {read.config['initial_state_mode']!r}", _RETROFITS)
+        yield _Clue(f"initial_state_mode {shown(read.config['initial_state_mode'])}", _RETROFITS)
     if read.config.get("qk_bias") is True:
         yield _Clue("qk_bias true", frozenset({HUGINN}))
 
@@ -137,18 +157,15 @@ def _name_clues(tensors: Collection[str]) -> Iterator[_Clue]:
                 return
 
 
-def _parse_huginn(read: ConfigReader) -> LoopSpec:
+def _parse_huginn(read: ConfigReader, tensors: Mapping[str, Shape]) -> LoopSpec:
     """Read a Huginn config.
 
-    `head_dim` is not read: published files carry one derived from another head count.
     `init_scale` scales the random initial state; the reference takes it as an argument of the
     call (1 by default), an engine fixes it.
     """
     retrofit.expect_known_parts(read)
     hidden = read.integer("n_embd", "hidden_size")
     num_heads = read.integer("n_heads", "num_attention_heads")
-    if hidden % num_heads:
-        raise read.error("n_embd", f"a multiple of {num_heads} heads", hidden)
     read.expect("num_key_value_heads", num_heads)
     return read.spec(
         architecture=ARCHITECTURE,
@@ -157,7 +174,7 @@ def _parse_huginn(read: ConfigReader) -> LoopSpec:
         intermediate_size=read.integer("intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_heads,
-        head_dim=hidden // num_heads,
+        head_dim=_huginn_head_dim(read, hidden, num_heads, tensors),
         max_position=read.integer("block_size"),
         prelude_layers=read.integer("n_layers_in_prelude"),
         core_layers=read.integer("n_layers_in_recurrent_block"),
@@ -179,6 +196,49 @@ def _parse_huginn(read: ConfigReader) -> LoopSpec:
         state_scale=math.sqrt(hidden),
         tied_head=read.flag("tie_embeddings", default=True),
     )
+
+
+def _huginn_head_dim(
+    read: ConfigReader, hidden: int, num_heads: int, tensors: Mapping[str, Shape]
+) -> int:
+    """The hidden size shared out among the heads, or what the config says if the weights agree.
+
+    Published files carry a `head_dim` derived from another head count: it is not trusted
+    alone, nor passed over in silence.
+    """
+    if read.config.get("head_dim") is None:
+        return _shared_out(read, hidden, num_heads)
+    given = read.integer("head_dim")
+    if given * num_heads == hidden:
+        return given
+    shape = next((tensors[name] for name in tensors if name.endswith(_QKV_NAMES)), None)
+    if shape is None:
+        used, why = _shared_out(read, hidden, num_heads), "there are no weights to tell"
+    else:
+        fits = [
+            size for size in (given, hidden // num_heads) if shape[:1] == (3 * num_heads * size,)
+        ]
+        if not fits:
+            found = f"q, k and v of {num_heads} heads are {list(shape)}"
+            raise read.error("head_dim", f"what the weights show ({found})", given)
+        used, why = fits[0], "the weights show it"
+    _logger.warning(
+        "%s: head_dim %d, yet n_embd %d over %d heads is %g: %d is used, %s",
+        read.where,
+        given,
+        hidden,
+        num_heads,
+        hidden / num_heads,
+        used,
+        why,
+    )
+    return used
+
+
+def _shared_out(read: ConfigReader, hidden: int, num_heads: int) -> int:
+    if hidden % num_heads:
+        raise read.error("n_embd", f"a multiple of {num_heads} heads", hidden)
+    return hidden // num_heads
 
 
 def weight_map(spec: LoopSpec) -> dict[str, WeightRecipe]:
@@ -232,4 +292,6 @@ FAMILY = Family(
     head=_HEAD,
     ignored=("freqs_cis", "*rotary_emb.inv_freq"),
     parse_with_names=parse_with_names,
+    end_tokens=_END_TOKENS,
+    chat_template=_CHAT_TEMPLATE,
 )

@@ -19,6 +19,7 @@ from types import ModuleType
 from looptrt.errors import CheckpointError
 from looptrt.models import ouro, raven
 from looptrt.models.family import Family
+from looptrt.models.files import shown
 
 ENTRY_POINT_GROUP = "looptrt.families"
 
@@ -44,13 +45,19 @@ def family_of(architecture: str) -> Family:
     if not homes:
         known = sorted({*_IN_TREE, *(point.name for point in points)})
         raise CheckpointError(
-            f"architecture {architecture!r} is unknown, expected one of {', '.join(known)}"
+            f"architecture {shown(architecture)} is unknown, expected one of {', '.join(known)}"
         )
     if len(homes) > 1:
         raise CheckpointError(
-            f"architecture {architecture!r} is defined twice: {', '.join(homes)}; uninstall one"
+            f"architecture {shown(architecture)} is defined twice: {', '.join(homes)}; uninstall "
+            "one"
         )
     return _load(mine[0]) if mine else _IN_TREE[architecture]
+
+
+def in_tree(architecture: str) -> Family | None:
+    """The family of this tree, None for an architecture of others; runs no code of theirs."""
+    return _IN_TREE.get(architecture)
 
 
 def load_family_file(path: Path, name: str) -> Family:

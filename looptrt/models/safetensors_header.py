@@ -7,13 +7,13 @@ file, has exactly the bytes of its shape, and the entries cover the data without
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from looptrt.errors import CheckpointError
+from looptrt.models.files import file_bytes, parse_json, shown
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
@@ -22,6 +22,9 @@ DTYPE_BYTES = {
     "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 _LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100_000_000  # the format's own limit
+_MOST = 2**63 - 1  # of anything that is counted
+_MOST_DIMS = 64
 _LFS_START = b"version https://git-lfs"
 
 
@@ -47,15 +50,13 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         CheckpointError: the file is missing, a Git LFS pointer, cut, or its header is
             malformed; names the file, the tensor, what was expected and what was found.
     """
+    size = file_bytes(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             start = file.read(max(_LENGTH_BYTES, len(_LFS_START)))
             header_bytes = _header_bytes(path, start, size)
             file.seek(_LENGTH_BYTES)
             raw = file.read(header_bytes)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path}: no such file") from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     data_start = _LENGTH_BYTES + header_bytes
@@ -81,27 +82,22 @@ def _header_bytes(path: Path, start: bytes, size: int) -> int:
             f"{path}: the header claims {length} bytes, but only {size - _LENGTH_BYTES} follow; "
             "the file is cut or not a safetensors file"
         )
+    if length > _MOST_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path}: expected a header of at most {_MOST_HEADER_BYTES} bytes, found {length}"
+        )
     return length
 
 
 def _parse(path: Path, raw: bytes) -> dict[str, Any]:
     try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique_keys)
+        header = parse_json(raw.decode("utf-8"))
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: the header is not valid JSON: {error}") from error
     if not isinstance(header, dict):
-        raise CheckpointError(f"{path}: expected a JSON object as header, got {header!r:.60}")
+        raise CheckpointError(f"{path}: expected a JSON object as header, got {shown(header)}")
     header.pop("__metadata__", None)
     return header
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} appears twice")
-    return result
 
 
 def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> TensorEntry:
@@ -109,25 +105,30 @@ def _entry(path: Path, name: str, value: object, data_start: int, size: int) -> 
         raise CheckpointError(f"{path}: tensor {name!r}: {what}")
 
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        fail(f"expected dtype, shape and data_offsets, got {value!r:.100}")
+        fail(f"expected dtype, shape and data_offsets, got {shown(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-    if dtype not in DTYPE_BYTES:
-        fail(f"unknown dtype {dtype!r}, expected one of {', '.join(DTYPE_BYTES)}")
-    if not _is_list_of_sizes(shape):
-        fail(f"expected a shape, got {shape!r:.100}")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        fail(f"unknown dtype {shown(dtype)}, expected one of {', '.join(DTYPE_BYTES)}")
+    if not _is_list_of_sizes(shape) or len(shape) > _MOST_DIMS or math.prod(shape) > _MOST:
+        fail(f"expected a shape, got {shown(shape)}")
     if not _is_list_of_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        fail(f"expected data_offsets [begin, end], got {offsets!r:.100}")
+        fail(f"expected data_offsets [begin, end], got {shown(offsets)}")
     begin, end = offsets
     expected = math.prod(shape) * DTYPE_BYTES[dtype]
     if end - begin != expected:
-        fail(f"{dtype} of shape {shape} takes {expected} bytes, data_offsets give {end - begin}")
+        fail(
+            f"{dtype} of shape {shown(shape)} takes {expected} bytes, data_offsets give "
+            f"{end - begin}"
+        )
     if data_start + end > size:
         fail(f"expected data up to byte {data_start + end}, the file has {size} bytes; it is cut")
     return TensorEntry(path, name, dtype, tuple(shape), data_start + begin, data_start + end)
 
 
 def _is_list_of_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    if not isinstance(value, list):
+        return False
+    return all(type(item) is int and 0 <= item <= _MOST for item in value)
 
 
 def _in_data_order(

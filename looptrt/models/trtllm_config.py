@@ -13,6 +13,7 @@ from typing import Any
 
 from looptrt.errors import CheckpointError
 from looptrt.loop_spec import LoopSpec, RopeStyle
+from looptrt.models.files import shown
 
 RANK_NAME = "rank0.safetensors"
 HF_CONFIG = "hf_config"
@@ -44,12 +45,12 @@ def family_config(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
     if not isinstance(inner, dict):
         raise CheckpointError(
             f"{path}: {HF_CONFIG}: expected the model's own config.json as an object, found "
-            f"{inner!r:.60}; `looptrt convert` writes such directories"
+            f"{shown(inner)}; `looptrt convert` writes such directories"
         )
     _check_agreement(f"{path}: architecture", config["architecture"], inner.get("architectures"))
-    declared = {str(inner[key]) for key in _DTYPES if inner.get(key) is not None}
-    if declared and config.get("dtype") is not None:
-        _check_agreement(f"{path}: dtype", config["dtype"], [*declared])
+    for key in _DTYPES:
+        if inner.get(key) is not None and config.get("dtype") is not None:
+            _check_agreement(f"{path}: dtype", config["dtype"], [inner[key]])
     return inner
 
 
@@ -76,7 +77,7 @@ def check_against_spec(config: Mapping[str, Any], spec: LoopSpec, path: Path) ->
     for key, value in _described(spec).items():
         if config.get(key) is not None and config[key] != value:
             raise CheckpointError(
-                f"{path}: {key}: expected {value!r} as {HF_CONFIG} says, found {config[key]!r}"
+                f"{path}: {key}: expected {value!r} as {HF_CONFIG} says, found {shown(config[key])}"
             )
 
 
@@ -119,7 +120,7 @@ def _described(spec: LoopSpec) -> dict[str, Any]:
 def _object(config: Mapping[str, Any], key: str, path: Path) -> Mapping[str, Any]:
     value = config.get(key)
     if value is not None and not isinstance(value, dict):
-        raise CheckpointError(f"{path}: {key}: expected an object, found {value!r:.60}")
+        raise CheckpointError(f"{path}: {key}: expected an object, found {shown(value)}")
     return value or {}
 
 
@@ -127,8 +128,8 @@ def _check_single_rank(mapping: Mapping[str, Any], path: Path) -> None:
     for key in _DEGREES:
         if mapping.get(key, 1) != 1:
             raise CheckpointError(
-                f"{path}: mapping.{key}: expected 1, found {mapping[key]!r}: weights split over "
-                "ranks are not supported; convert with tp_size 1 and pp_size 1"
+                f"{path}: mapping.{key}: expected 1, found {shown(mapping[key])}: weights split "
+                "over ranks are not supported; convert with tp_size 1 and pp_size 1"
             )
 
 
@@ -136,12 +137,18 @@ def _check_not_quantised(quantization: Mapping[str, Any], path: Path) -> None:
     for key in ("quant_algo", "kv_cache_quant_algo"):
         if quantization.get(key) is not None:
             raise CheckpointError(
-                f"{path}: quantization.{key}: expected null, found {quantization[key]!r}; "
+                f"{path}: quantization.{key}: expected null, found {shown(quantization[key])}; "
                 "quantised checkpoints are not supported"
             )
 
 
 def _check_agreement(where: str, outer: object, inner: object) -> None:
-    names = [str(name).removeprefix("torch.") for name in inner] if isinstance(inner, list) else []
+    names = [_word(name) for name in inner] if isinstance(inner, list) else []
     if [outer] != names:
-        raise CheckpointError(f"{where}: expected what {HF_CONFIG} says, {names}, found {outer!r}")
+        raise CheckpointError(
+            f"{where}: expected what {HF_CONFIG} says, {shown(names)}, found {shown(outer)}"
+        )
+
+
+def _word(value: object) -> object:
+    return value.removeprefix("torch.") if isinstance(value, str) else value

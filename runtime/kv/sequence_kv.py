@@ -36,6 +36,24 @@ class PrefixPolicy:
     grid_pages: int = 1
 
 
+def units_of_sequence(
+    layout: PlaneLayout, num_prompt: int, num_tokens: int, prefill_loops: int, loops: int
+) -> int:
+    """Units that a request of `num_tokens` tokens, prompt included, owns without shared pages."""
+    shallow = (num_prompt - 1) // layout.page_size
+    deep = layout.num_pages(num_tokens) - shallow
+    return shallow * layout.units_of_page(prefill_loops) + deep * layout.units_of_page(loops)
+
+
+def tokens_in_units(
+    layout: PlaneLayout, num_prompt: int, num_units: int, prefill_loops: int, loops: int
+) -> int:
+    """The most tokens that `num_units` hold; fewer than the prompt's where those do not fit."""
+    shallow = (num_prompt - 1) // layout.page_size
+    left = num_units - shallow * layout.units_of_page(prefill_loops)
+    return (shallow + left // layout.units_of_page(loops)) * layout.page_size
+
+
 class SequenceKv:
     """Pages and table columns of the requests in `slots`."""
 
@@ -58,11 +76,10 @@ class SequenceKv:
     def units_needed(self, request: Request) -> int:
         """Units the request owns at its longest, when it shares no page."""
         max_seq_len = self._slots.token_ids.shape[1]
-        total = self.layout.num_pages(min(request.max_total_tokens, max_seq_len))
-        shallow = (request.num_prompt - 1) // self.layout.page_size
-        return shallow * self.layout.units_of_page(request.prefill_loops) + (
-            total - shallow
-        ) * self.layout.units_of_page(request.loops)
+        num_tokens = min(request.max_total_tokens, max_seq_len)
+        return units_of_sequence(
+            self.layout, request.num_prompt, num_tokens, request.prefill_loops, request.loops
+        )
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Allocate pages until `num_tokens` fit; False when units ran out on the way."""

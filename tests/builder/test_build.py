@@ -90,7 +90,7 @@ def test_two_builds_give_identical_bytes_and_replace_each_other(tmp_path: Path) 
     checkpoint, output = tiny_huginn(tmp_path / "c"), tmp_path / "engine"
     build(BuildConfig(checkpoint, output))
     first = digests(output)
-    program = "import sys; from looptrt.builder.flags import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; from looptrt.cli import trtllm_build; sys.exit(trtllm_build())"
     flags = ["--checkpoint_dir", str(checkpoint), f"--output_dir={output}", "--workers=2"]
     subprocess.run(
         [sys.executable, "-c", program, *flags],

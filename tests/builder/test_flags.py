@@ -11,7 +11,9 @@ import pytest
 from looptrt.builder.build import BuildConfig
 from looptrt.builder.flag_docs import document
 from looptrt.builder.flag_table import FLAGS, GROUPS, Flag, Form
-from looptrt.builder.flags import main, parse_config
+from looptrt.builder.flags import read_command
+from looptrt.cli import main as looptrt
+from looptrt.cli import trtllm_build as main
 from looptrt.errors import BuildError
 from looptrt.loop_spec import NoiseMode
 from looptrt.manifest import Manifest
@@ -19,7 +21,7 @@ from tests.support.checkpoints import tiny_huginn, tiny_ouro
 
 
 def parse(*argv: str) -> BuildConfig:
-    return parse_config(["--checkpoint_dir", "c", *argv], "trtllm-build")[0]
+    return read_command(["--checkpoint_dir", "c", *argv], "trtllm-build").config
 
 
 def test_defaults() -> None:
@@ -414,5 +416,5 @@ def test_output_directory_of_someone_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = str(tiny_ouro(tmp_path / "c"))
-    assert main(["--checkpoint_dir", checkpoint, "--output_dir", checkpoint], "looptrt build") == 2
+    assert looptrt(["build", "--checkpoint_dir", checkpoint, "--output_dir", checkpoint]) == 2
     assert capsys.readouterr().err.startswith("looptrt build: error: --output_dir")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from looptrt.builder.source import open_checkpoint
 from looptrt.builder.tokens import token_ids
 from looptrt.errors import CheckpointError
 from looptrt.manifest import TokenIds
-from looptrt.models.checkpoint import Checkpoint
 from tests.support.checkpoints import VOCAB, tiny_huginn, tiny_ouro, write_tokenizer
 
 OURO_SPECIALS = {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
@@ -19,7 +19,8 @@ HUGINN_SPECIALS = {"<|begin_text|>": 4, "<|end_text|>": 5, "<|end_turn|>": 8, "<
 
 
 def ids_of(directory: Path) -> TokenIds:
-    return token_ids(Checkpoint.open(directory), VOCAB)
+    source = open_checkpoint(directory)
+    return token_ids(source.checkpoint, VOCAB, source.family.end_tokens)
 
 
 def generation_config(directory: Path, **keys: object) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from looptrt.builder.build import BuildConfig, build
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.plugins import reference
-from looptrt.runtime.request import SamplerParams
+from looptrt.runtime.request import FinishReason, SamplerParams
 from tests.support.checkpoints import tiny_huginn, tiny_llama, tiny_olmo, tiny_ouro
 from tests.support.engines import Harness, assert_equals_oracle, depths_of
 from tests.support.oracle import DenseOracle
@@ -398,3 +398,20 @@ def test_extreme_rows_and_many_loops_stay_finite_in_bfloat16(model: str, tmp_pat
         logits = torch.stack(answer.logits)
         assert logits.isfinite().all()
         assert float(logits.abs().max()) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_that_request_alone(
+    engine_of: Build, temperature: float
+) -> None:
+    engine_dir, oracle = engine_of("ouro")
+    harness = Harness(engine_dir, enable_prefix_cache=False)
+    harness.core.executor._model.prelude.embedding.weight.data[7] = torch.nan
+    harness.add([7, *prompt_of(6)], 4, sampler=SamplerParams(temperature=temperature))
+    harness.add([token for token in prompt_of(20) if token != 7], 4)
+    harness.drain()
+    failed, fine = harness.answers.values()
+    assert failed.finished is not None
+    assert (failed.finished.reason, failed.token_ids) == (FinishReason.ERROR, [])
+    assert len(fine.token_ids) == 4
+    assert_equals_oracle(oracle, harness, 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from looptrt.builder.build import BuildConfig, build, plan_build
-from looptrt.builder.flags import main
+from looptrt.cli import trtllm_build as main
 from looptrt.errors import CheckpointError
 from looptrt.models import registry
 from looptrt.models.registry import ENTRY_POINT_GROUP, family_of, load_family_file

@@ -119,10 +119,13 @@ def test_token_that_ends_one_character_and_begins_the_next(bpe: Tokenizer) -> No
     pieces = []
 
     class Raw:
-        def is_visible(self, token_id: int) -> bool:
+        def is_special(self, token_id: int) -> bool:
+            return False
+
+        def is_known(self, token_id: int) -> bool:
             return True
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
             return raw.decode(ids)
 
     detokenizer = Detokenizer(Raw())  # type: ignore[arg-type]
@@ -148,10 +151,13 @@ def test_cost_of_a_token_does_not_grow_with_the_answer() -> None:
     longest = 0
 
     class Counting:
-        def is_visible(self, token_id: int) -> bool:
+        def is_special(self, token_id: int) -> bool:
+            return False
+
+        def is_known(self, token_id: int) -> bool:
             return True
 
-        def decode(self, ids: list[int]) -> str:
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
             nonlocal longest
             longest = max(longest, len(ids))
             return "\ufffd" * len(ids)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import shutil
@@ -12,7 +13,9 @@ import struct
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -35,7 +38,7 @@ from looptrt.runtime import protocol
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_client import EngineClient, InProcessClient, ProcessClient, Update
 from looptrt.runtime.engine_process import serve
-from looptrt.runtime.outputs import FinishedRequest, StepOutput
+from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
 from looptrt.runtime.protocol import (
     AbortRequest,
     AddRequest,
@@ -50,7 +53,15 @@ from looptrt.runtime.protocol import (
     decode,
     encode,
 )
-from looptrt.runtime.request import FinishReason, Request, SamplerParams
+from looptrt.runtime.request import (
+    ExitKv,
+    ExitParams,
+    ExitRule,
+    FinishReason,
+    LogprobsMode,
+    Request,
+    SamplerParams,
+)
 from tests.support.scripted import (
     DEADLINE_S,
     ScriptedCore,
@@ -99,15 +110,17 @@ class Listener(queue.SimpleQueue[Update]):
 # ---- messages
 
 
+SCORED = TokenLogprobs([7, 1, 2], [-3.5, -0.25, -math.inf], [9, 1, 2])
 FINISHED = FinishedRequest(7, FinishReason.STOP, 2, 16, 4096, 1, 0.5, 1.5, None, 2.5)
 MESSAGES: list[Message] = [
     AbortRequest(2**40),
     GetStats(3),
     Shutdown(),
-    Ready({"a": {"b": [1, "ü", None]}}),
+    Ready({"a": {"b": [1, "ü", None]}}, 2**40),
     Stats(3, {"num_waiting": 1, "rate": 0.5}),
     StepOutput(),
     StepOutput([7, 8], [1, 2], [4, 3], [FINISHED]),
+    StepOutput([7, 8], [1, 2], [4, 3], [], {1: SCORED}, [(2**40, 5, SCORED), (8, 1, SCORED)]),
 ]
 
 
@@ -127,8 +140,31 @@ def test_request_survives_the_wire() -> None:
         noise_seed=2**63 - 1,
         cache_salt=b"\x00salt",
         priority=-3,
-        sampler=SamplerParams(0.8, 5, 0.9, 0.1, 2**63 - 1),
+        sampler=SamplerParams(
+            temperature=0.8,
+            top_k=5,
+            top_p=0.9,
+            min_p=0.1,
+            seed=2**63 - 1,
+            prompt_logprobs=0,
+            logprobs=4,
+            logprobs_mode=LogprobsMode.PROCESSED,
+            repetition_penalty=1.3,
+            presence_penalty=-1e30,
+            frequency_penalty=0.2,
+            min_tokens=3,
+            end_ids=(2, 5),
+            bad_words=((7,), (1, 2, 3)),
+            embedding_bias=np.linspace(-1, 1, 7).astype("<f4").tobytes(),
+        ),
+        exit=ExitParams(ExitRule.ARGMAX_STABILITY, 5, ExitKv.RUN_ALL),
+        fork_of=2**40 - 1,
     )
+    for default in (Request, SamplerParams, ExitParams):
+        part = {SamplerParams: sent.sampler, ExitParams: sent.exit}.get(default, sent)
+        for name, field in default.__dataclass_fields__.items():
+            if default is not Request:
+                assert getattr(part, name) != field.default, f"{name} is not tested"
     got = decode(encode(AddRequest(sent)))
     assert isinstance(got, AddRequest)
     for name in ("prompt", "token_ids", "depths"):
@@ -136,6 +172,9 @@ def test_request_survives_the_wire() -> None:
         assert getattr(got.request, name).dtype == getattr(sent, name).dtype
     for name in Request.__dataclass_fields__.keys() - {"prompt", "token_ids", "depths"}:
         assert getattr(got.request, name) == getattr(sent, name), name
+    assert type(got.request.sampler.logprobs_mode) is LogprobsMode
+    assert (type(got.request.exit.rule), type(got.request.exit.kv)) == (ExitRule, ExitKv)
+    assert hash(got.request.sampler) == hash(sent.sampler)
     got.request.prompt[0] = 1  # the engine owns its copy
 
 
@@ -177,6 +216,40 @@ def test_message_too_large_for_a_frame_is_refused_before_it_is_sent() -> None:
         encode(AddRequest(huge))
 
 
+def test_many_logprobs_travel_in_messages_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "_MAX_LOGPROBS", 10)
+    ends = [replace(FINISHED, request_id=request_id) for request_id in (1, 3, 99)]
+    whole = StepOutput(
+        [0, 1, 2, 3],
+        [10, 11, 12, 13],
+        [4, 3, 2, 1],
+        ends,
+        {row: TokenLogprobs([row] * 6, [0.0] * 6, [1] * 6) for row in (0, 1, 3)},
+        [(5, position, SCORED) for position in range(1, 12)],
+    )
+    parts = [decode(encode(part)) for part in protocol.parts_of(whole)]
+    joined = StepOutput()
+    for part in parts:
+        assert isinstance(part, StepOutput)
+        assert len(part.logprobs) <= 1 < 4 >= len(part.prompt_logprobs)
+        for ended in part.finished:
+            assert ended.request_id in (*part.request_ids, 99)
+        for row, scored in part.logprobs.items():
+            joined.logprobs[len(joined.token_ids) + row] = scored
+        for name in ("request_ids", "token_ids", "depths", "finished", "prompt_logprobs"):
+            getattr(joined, name).extend(getattr(part, name))
+    assert joined == whole
+    assert list(protocol.parts_of(StepOutput())) == [StepOutput()]
+
+
+def test_step_with_the_most_logprobs_fits_its_frames() -> None:
+    num_top = 2**18
+    scored = TokenLogprobs([2**31 - 1] * num_top, [-1.1] * num_top, [2**31 - 1] * num_top)
+    whole = StepOutput([1] * 3, [2] * 3, [3] * 3, [], dict.fromkeys(range(3), scored))
+    sizes = [len(encode(part)) for part in protocol.parts_of(whole)]
+    assert len(sizes) == 3
+
+
 def connected() -> tuple[Connection, socket.socket]:
     ours, theirs = socket.socketpair()
     return Connection(ours), theirs
@@ -214,7 +287,182 @@ def test_frame_that_comes_byte_by_byte_is_whole() -> None:
     peer.close()
 
 
+def pair(frame_timeout_s: float) -> tuple[Connection, socket.socket]:
+    ours, theirs = socket.socketpair()
+    return Connection(ours, frame_timeout_s), theirs
+
+
+def test_peer_may_be_silent_for_longer_than_a_message_may_take() -> None:
+    connection, peer = pair(0.05)
+    data = encode(GetStats(5))
+    frame = struct.pack("<I", len(data)) + data
+    for _ in range(2):
+        sender = threading.Timer(0.3, peer.sendall, (frame,))
+        sender.start()
+        assert connection.receive() == GetStats(5)
+        sender.join()
+    connection.close()
+    peer.close()
+
+
+def test_peer_that_stops_inside_a_frame_is_an_error() -> None:
+    for part in (b"\x09", struct.pack("<I", 100) + b"half"):
+        connection, peer = pair(0.1)
+        peer.sendall(part)
+        with pytest.raises(EngineError, match=r"not finished a message within 0\.1 s"):
+            connection.receive()
+        connection.close()
+        peer.close()
+
+
+def test_peer_that_does_not_read_ends_the_connection_and_delays_no_sender() -> None:
+    connection, peer = pair(0.1)
+    big = Stats(0, {"x" * 2**20: 1})
+    for _ in range(4):
+        connection.send(big)
+    assert connection.receive() is None  # the writer has given up
+    with pytest.raises(EngineError, match="the peer process is gone"):
+        connection.send(GetStats(0))
+    connection.close()
+    peer.close()
+
+
+def test_everything_that_was_queued_is_sent_before_the_end() -> None:
+    connection, peer = connected()
+    big = Stats(0, {"x" * 2**20: 1})
+    theirs, got = Connection(peer), []
+    for _ in range(4):
+        connection.send(big)
+    closing = threading.Thread(target=connection.close)
+    closing.start()
+    while (message := theirs.receive()) is not None:
+        got.append(message)
+    closing.join(DEADLINE_S)
+    assert got == [big] * 4
+    theirs.close()
+
+
+def test_finaliser_inside_send_may_send_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    connection, peer = connected()
+    theirs = Connection(peer)
+    length, finalised = protocol._LENGTH, [GetStats(1)]
+
+    class Collecting:
+        """Packs a length; the first time the collector runs meanwhile."""
+
+        size, unpack = length.size, length.unpack
+
+        @staticmethod
+        def pack(size: int) -> bytes:
+            while finalised:
+                connection.send(finalised.pop())
+            return length.pack(size)
+
+    monkeypatch.setattr(protocol, "_LENGTH", Collecting)
+    sender = threading.Thread(target=connection.send, args=(GetStats(2),), daemon=True)
+    sender.start()
+    sender.join(DEADLINE_S)
+    assert not sender.is_alive()
+    assert [theirs.receive(), theirs.receive()] == [GetStats(1), GetStats(2)]
+    connection.close()
+    theirs.close()
+
+
+def test_interrupt_of_a_sender_leaves_no_half_of_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGINT comes while the socket is full; both messages arrive whole all the same."""
+    connection, peer = connected()
+    theirs = Connection(peer)
+    big = Stats(0, {"x" * 2**22: 1})
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+
+    def send() -> None:
+        connection.send(big)
+        threading.Event().wait(DEADLINE_S)
+
+    with pytest.raises(KeyboardInterrupt):
+        send()
+    connection.send(GetStats(1))
+    assert [theirs.receive(), theirs.receive()] == [big, GetStats(1)]
+    connection.close()
+    theirs.close()
+
+
 # ---- the loop, on a thread
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_engine_outlives_a_client_that_is_silent(is_busy: bool) -> None:
+    connection, peer = pair(0.05)
+    core = ScriptedCore(forever, turns=threading.Semaphore(0))
+    engine = threading.Thread(target=serve, args=(lambda: core, connection))
+    engine.start()
+    ours = Connection(peer)
+    assert isinstance(ours.receive(), Ready)
+    if is_busy:
+        ours.send(AddRequest(request(max_new_tokens=1)))
+    threading.Event().wait(0.3)
+    core.turns.release(10)  # type: ignore[union-attr]
+    if is_busy:
+        assert ours.receive().token_ids == [5]  # type: ignore[union-attr]
+    ours.send(GetStats(7))
+    assert ours.receive() == Stats(7, core.stats())
+    ours.close()
+    engine.join(DEADLINE_S)
+    assert not engine.is_alive()
+
+
+def test_client_that_stops_inside_a_message_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    connection, peer = pair(0.1)
+    engine = threading.Thread(target=serve, args=(lambda: ScriptedCore(forever), connection))
+    engine.start()
+    ours = Connection(peer)
+    assert isinstance(ours.receive(), Ready)
+    peer.sendall(struct.pack("<I", 100) + b"half")
+    failed = ours.receive()
+    assert isinstance(failed, EngineFailed)
+    assert "has not finished a message" in str(failed.error)
+    engine.join(DEADLINE_S)
+    ours.close()
+
+
+def test_listener_that_raises_leaves_no_caller_waiting(tmp_path: Path) -> None:
+    def broken(_: Update) -> None:
+        raise ZeroDivisionError("in a listener")
+
+    core = ScriptedCore(forever, turns=threading.Semaphore(0))
+    client, listeners = client_of(core, tmp_path), [Listener() for _ in range(3)]
+    client.submit(request(0, 60), broken)
+    for index, listener in enumerate(listeners):
+        client.submit(request(index + 1, 60), listener.put)
+    core.turns.release(1000)  # type: ignore[union-attr]
+    for listener in listeners:
+        with pytest.raises(EngineError, match="reader failed: ZeroDivisionError: in a listener"):
+            listener.tokens()
+    with pytest.raises(EngineError, match="ZeroDivisionError"):
+        client.stats()
+    client.close()
+
+
+def test_answer_to_no_call_ends_every_caller(tmp_path: Path) -> None:
+    client, listener = client_of(ScriptedCore(forever), tmp_path), Listener()
+    client._calls.clear()
+    client._send(GetStats(99))
+    client.submit(request(0, 10_000), listener.put)
+    with pytest.raises(EngineError, match="reader failed: KeyError"):
+        listener.tokens()
+    client.close()
+
+
+def test_client_that_is_collected_in_its_own_thread_closes(tmp_path: Path) -> None:
+    """Not in the thread that waits: the collector runs in any."""
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    core = ScriptedCore(forever)
+    client = client_of(core, tmp_path)
+    client.submit(request(max_new_tokens=1), lambda _: client.close())
+    wait_until(lambda: core.is_closed, "the engine's end")
+    wait_until(lambda: not set(threading.enumerate()) - threads, "the threads' end")
+    assert not open_descriptors() - descriptors
 
 
 def test_engine_ends_when_its_client_closes() -> None:
@@ -238,7 +486,7 @@ def test_message_that_no_client_sends_is_a_fatal_error() -> None:
     engine.start()
     ours = Connection(peer)
     assert isinstance(ours.receive(), Ready)
-    ours.send(Ready({}))
+    ours.send(Ready({}, 1))
     failed = ours.receive()
     assert isinstance(failed, EngineFailed)
     assert "unexpected message" in str(failed.error)
@@ -306,7 +554,7 @@ def test_idle_engine_is_not_taken_for_one_that_hangs(tmp_path: Path) -> None:
     client, listener = client_of(ScriptedCore(forever), tmp_path, step_timeout_s=0.05), Listener()
     for _ in range(3):
         threading.Event().wait(0.1)
-        assert client.stats() == {"num_waiting": 0, "num_running": 0}
+        assert client.stats() == ScriptedCore(forever).stats()
     client.submit(request(max_new_tokens=1), listener.put)
     assert listener.tokens() == [5]
     client.close()
@@ -370,6 +618,8 @@ def test_config_survives_the_command_line() -> None:
         ("max_num_tokens", "8"),
         ("max_seq_len", -1),
         ("max_waiting", None),
+        ("max_logprobs", -1),
+        ("max_logprobs", 2**18 + 1),
         ("prefix_grid", 0),
         ("prefix_depth", "deep"),
         ("enable_prefix_cache", 1),
@@ -383,6 +633,11 @@ def test_config_survives_the_command_line() -> None:
 def test_bad_setting_is_named(field: str, value: object) -> None:
     with pytest.raises(EngineError, match=f"{field}: expected"):
         EngineConfig(**{field: value})  # type: ignore[arg-type]
+
+
+def test_setting_of_any_size_is_named() -> None:
+    with pytest.raises(EngineError, match=r"max_waiting: expected an integer .*, got a huge int"):
+        EngineConfig(max_waiting=10**5000)
 
 
 def test_limit_can_be_lowered_and_not_raised() -> None:
@@ -533,6 +788,31 @@ def test_process_leaves_no_thread_and_no_descriptor(engine_dir: Path) -> None:
     assert not is_running(client.pid)
     assert set(threading.enumerate()) == threads
     assert open_descriptors() == descriptors
+
+
+def test_forked_process_that_ends_leaves_the_engine_alone(own: ProcessClient) -> None:
+    keeper = weakref.finalize(own, own.close)  # as an LLM does; it also runs at exit
+    listener = Listener()
+    own.submit(request(1, max_new_tokens=40), listener.put)
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(DEADLINE_S))
+        try:
+            own.abort(1)
+            own.drop(1)
+            with contextlib.suppress(EngineError):
+                own.stats()
+                os._exit(2)
+            keeper()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert len(listener.tokens()) == 40
+    assert len(answer(own, 2)) == 8
+    keeper.detach()
 
 
 def child_processes() -> set[str]:

@@ -10,11 +10,15 @@ import asyncio
 import contextlib
 import gc
 import json
+import pickle
 import random
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,9 +26,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from looptrt.builder.build import BuildConfig, build
 from looptrt.errors import EngineError, ManifestError, RequestError
+from looptrt.runtime.answer import Answer
 from looptrt.runtime.config import EngineConfig
-from looptrt.runtime.llm import LLM
-from looptrt.runtime.outputs import RequestOutput
+from looptrt.runtime.engine_client import Update
+from looptrt.runtime.llm import LLM, AnswerStream, AsyncAnswerStream
+from looptrt.runtime.outputs import RequestOutput, TokenLogprobs
 from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.sampling_params import SamplingParams
 from tests.support.scripted import (
@@ -282,6 +288,14 @@ def test_tiny_temperature_is_greedy(directory: Path, temperature: float) -> None
         ([1, "a"], "prompt: expected integer token ids, got 'a'"),
         (["a", 1], "prompt: expected text or a list of token ids, got 1"),
         (None, "prompt: expected text or a list of token ids, got None"),
+        (b"ab", "prompt: expected text or a list of token ids, got b'ab'"),
+        (bytearray(b"ab"), "prompt: expected text or a list of token ids, got bytearray"),
+        ([b"ab"], "prompt: expected text or a list of token ids, got b'ab'"),
+        (np.array(3), r"prompt: expected text or a list of token ids, got array\(3\)"),
+        ([10**5000], "prompt: expected token ids from 0 to 999, got a huge int"),
+        ([True], "prompt: expected integer token ids, got True"),
+        (5, "prompt: expected text or a list of token ids, got 5"),
+        ({}, "prompt: expected text or a list of token ids, got {}"),
         ("\ud800", "prompt: not valid Unicode text"),
     ],
 )
@@ -309,6 +323,54 @@ def test_answer_fits_max_seq_len(
         (output,) = llm.generate([1] * num_prompt, SamplingParams(max_tokens=max_tokens))
     assert len(output.outputs[0].token_ids) == num_answer
     assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, [None], "x", 5, {}, 0, [{}], b"x"], ids=repr)
+def test_parameters_of_another_type_are_refused(directory: Path, params: Any) -> None:
+    core = ScriptedCore(forever)
+    with llm_of(core, directory) as llm:
+        for call in (llm.generate, llm.stream):
+            with pytest.raises(RequestError, match="sampling_params: expected SamplingParams"):
+                call("a", params)  # type: ignore[operator]
+    assert core.seen == []
+
+
+@pytest.mark.parametrize("messages", [None, 5, {}, {"role": "user"}, []], ids=repr)
+def test_conversation_of_another_type_is_refused(directory: Path, messages: Any) -> None:
+    with llm_of(ScriptedCore(forever), directory) as llm, pytest.raises(RequestError):
+        llm.chat(messages)
+
+
+def test_whole_batch_is_checked_against_the_pool_before_any_of_it_is_queued(
+    directory: Path,
+) -> None:
+    core = ScriptedCore(forever, num_units=12)  # 3 pages of 4 tokens at 4 loops
+    with llm_of(core, directory) as llm:
+        with pytest.raises(RequestError, match=r"9 \+ 4 tokens at depth 4 need 16 KV units"):
+            llm.generate([[1], [1] * 9], SamplingParams(max_tokens=4))
+        with pytest.raises(RequestError, match=r"13 \+ 1 tokens .* the pool has 12"):
+            llm.generate([[1], [1] * 13], SamplingParams(max_tokens=None))
+        assert core.seen == []
+        lengths = {
+            (num_prompt, loops): len(one_of([1] * num_prompt, loops, llm))
+            for num_prompt, loops in ((1, 4), (11, 4), (5, 4), (1, 1), (1, 2))
+        }
+    assert lengths == {(1, 4): 11, (11, 4): 1, (5, 4): 7, (1, 1): 47, (1, 2): 23}
+
+
+def one_of(prompt: list[int], loops: int, llm: LLM) -> list[int]:
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=None, loops=loops))
+    return output.outputs[0].token_ids
+
+
+def test_shallow_prompt_leaves_the_pool_more_room(directory: Path) -> None:
+    core = ScriptedCore(forever, num_units=12)
+    with llm_of(core, directory) as llm:
+        params = SamplingParams(max_tokens=None, prefill_loops=1)
+        (output,) = llm.generate([1] * 17, params)  # 4 pages at 1 loop, 2 at 4
+        assert len(output.outputs[0].token_ids) == 7
+        with pytest.raises(RequestError, match="KV units"):
+            llm.generate([1] * 17, replace(params, min_tokens=8))
 
 
 def test_numpy_prompt_is_a_list_of_token_ids(directory: Path) -> None:
@@ -371,6 +433,114 @@ def test_closed_or_forgotten_stream_frees_its_request(directory: Path) -> None:
         gc.collect()
         step_until(core, lambda: not core.has_work())
         assert set(core.aborted) == ids
+
+
+def test_closing_a_stream_in_another_thread_ends_its_consumer(directory: Path) -> None:
+    core = ScriptedCore(forever, turns=threading.Semaphore(0))
+    with llm_of(core, directory) as llm, ThreadPoolExecutor() as pool:
+        stream = llm.stream("a", SamplingParams(max_tokens=60))
+        consumers = [pool.submit(list, stream) for _ in range(2)]
+        threading.Event().wait(0.1)
+        stream.close()
+        assert [consumer.result(DEADLINE_S) for consumer in consumers] == [[], []]
+        step_until(core, lambda: not core.has_work())
+
+
+@pytest.mark.parametrize("from_thread", [False, True])
+def test_closing_an_async_stream_elsewhere_ends_its_consumer(
+    directory: Path, from_thread: bool
+) -> None:
+    core = ScriptedCore(forever, turns=threading.Semaphore(0))
+
+    async def consume(stream: AsyncAnswerStream) -> int:
+        return len([output async for output in stream])
+
+    async def close_elsewhere(llm: LLM) -> int:
+        stream = llm.generate_async("a", SamplingParams(max_tokens=60))
+        consumer = asyncio.create_task(consume(stream))
+        await asyncio.sleep(0.05)
+        if from_thread:
+            await asyncio.to_thread(asyncio.run, stream.aclose())
+        else:
+            await stream.aclose()
+        return await asyncio.wait_for(consumer, DEADLINE_S)
+
+    with llm_of(core, directory) as llm:
+        assert asyncio.run(close_elsewhere(llm)) == 0
+        step_until(core, lambda: not core.has_work())
+
+
+def test_stream_keeps_its_llm(directory: Path) -> None:
+    def start() -> AnswerStream:
+        return llm_of(ScriptedCore(forever), directory).stream("a", SamplingParams(max_tokens=9))
+
+    async def answer() -> list[int]:
+        stream = llm_of(ScriptedCore(forever), directory).generate_async("a")
+        gc.collect()
+        return [output.outputs[0].num_tokens async for output in stream]
+
+    threads = set(threading.enumerate())
+    stream = start()
+    gc.collect()
+    *_, last = stream
+    assert last.outputs[0].token_ids == [5] * 9
+    assert asyncio.run(answer())[-1] == 32
+    del stream, last
+    gc.collect()
+    wait_until(lambda: set(threading.enumerate()) <= threads, "the engines' end")
+
+
+def test_request_whose_logits_are_not_finite_ends_with_its_text(directory: Path) -> None:
+    core = ScriptedCore(lambda _: [3, 4, 9, 5], error_token=5)
+    reason = "the model's logits are not finite"
+
+    async def last_of(llm: LLM) -> RequestOutput:
+        *_, last = [output async for output in llm.generate_async("a")]
+        return last
+
+    with llm_of(core, directory) as llm:
+        outputs = [one(llm), list(llm.stream("a"))[-1], asyncio.run(last_of(llm))]
+        (stopped,) = one(llm, SamplingParams(stop="END")).outputs
+    for output in outputs:
+        (answer,) = output.outputs
+        assert output.finished
+        assert (answer.text, answer.token_ids) == ("a beEND", [3, 4, 9])
+        assert (answer.finish_reason, answer.stop_reason) == ("error", reason)
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, "END")
+
+
+def test_kept_outputs_of_a_long_stream_share_its_tokens(directory: Path) -> None:
+    num_tokens = 3000
+    core = ScriptedCore(lambda _: [3] * num_tokens, manifest(max_seq_len=4 * num_tokens))
+    with llm_of(core, directory) as llm:
+        encoded = llm._admission.encode("a")
+        params = SamplingParams(max_tokens=num_tokens, logprobs=0)
+        answer = Answer(llm._admission.admit(0, encoded, params), llm.tokenizer)
+    at = TokenLogprobs([3], [-1.0], [1])
+    tracemalloc.start()
+    outputs = []
+    for _ in range(num_tokens):
+        answer.completions[0].take(Update([3], [4], [at]))
+        outputs.append(answer.output())
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 2000 * num_tokens
+    for length, output in ((1, outputs[0]), (700, outputs[699]), (num_tokens, outputs[-1])):
+        (completion,) = output.outputs
+        assert completion.token_ids == [3] * length
+        assert completion.depths == [4] * length
+        assert completion.text == "a" * length
+        assert completion.delta == "a"
+        assert completion.logprobs == [at] * length
+
+
+def test_outputs_are_compared_shown_and_copied_by_what_they_hold(directory: Path) -> None:
+    with llm_of(says(3, 2), directory) as llm:
+        first, second = one(llm).outputs[0], one(llm).outputs[0]
+    shorter = replace(first, num_tokens=1)
+    assert first == second == pickle.loads(pickle.dumps(first)) != shorter
+    assert "text='a', delta='a', token_ids=[3, 2]" in repr(first)
+    assert first != "a"
 
 
 def test_abort_gives_what_there_is(directory: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
@@ -459,3 +461,23 @@ def test_a_budget_below_the_batch_is_refused() -> None:
             layout(),
             IDENTITY,
         )
+
+
+def test_a_failed_row_ends_its_request_alone() -> None:
+    one = engine()
+    for request_id in range(2):
+        one.add(request(request_id, [request_id + 1] * 6, 5))
+    for _ in range(2):
+        one.step()
+    plan = one.scheduler.schedule()
+    assert plan is not None
+    result = replace(one.executor.execute(plan), failed=(0,))
+    output = one.scheduler.commit(plan, result)
+    one.scheduler.check_integrity()
+    (ended,) = output.finished
+    assert (ended.request_id, ended.reason) == (0, FinishReason.ERROR)
+    assert output.request_ids == [1]
+    one.tokens[1] += output.token_ids
+    one.drain()
+    assert one.tokens[1] == answer([2] * 6, 5)
+    assert one.scheduler.kv.pool.num_available == 199

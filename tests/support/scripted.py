@@ -26,7 +26,7 @@ from looptrt.loop_spec import (
     RopeSpec,
     RopeStyle,
 )
-from looptrt.manifest import BuildLimits, Manifest, TokenIds
+from looptrt.manifest import PHASES, BuildLimits, Manifest, PhaseGraph, TokenIds
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_client import InProcessClient
 from looptrt.runtime.llm import LLM
@@ -67,7 +67,7 @@ def manifest(eos: tuple[int, ...] = (2,), max_seq_len: int = 64) -> Manifest:
         limits=BuildLimits(4, max_seq_len, max_seq_len, 64),
         noise_mode=NoiseMode.POSITION,
         tokens=TokenIds(bos=None, eos=eos, pad=None, source="the test"),
-        phases={},
+        phases={name: PhaseGraph(f"{name}.onnx", (), ()) for name in PHASES},
         fingerprint="0",
         files={},
         build_flags={},
@@ -83,6 +83,8 @@ class ScriptedCore:
         seen: every request that was queued, in order.
         aborted: ids that an abort was asked for.
         fail_at_step: step that raises.
+        error_token: ends a request with `error`; the caller never gets it.
+        num_units: what the pool is said to hold.
     """
 
     script: Callable[[Request], list[int]]
@@ -91,6 +93,8 @@ class ScriptedCore:
     max_waiting: int = 1024
     turns: threading.Semaphore | None = None
     fail_at_step: int | None = None
+    error_token: int | None = None
+    num_units: int = 10**6
     seen: list[Request] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     num_refused: int = 0
@@ -132,6 +136,9 @@ class ScriptedCore:
         output = StepOutput()
         for request_id, (request, tokens, done) in list(self._running.items()):
             token = tokens[done]
+            if token == self.error_token:
+                self._end(request, FinishReason.ERROR, None)
+                continue
             output.request_ids.append(request_id)
             output.token_ids.append(token)
             output.depths.append(request.loops)
@@ -145,7 +152,11 @@ class ScriptedCore:
         return output
 
     def stats(self) -> dict[str, int | float]:
-        return {"num_waiting": len(self._waiting), "num_running": len(self._running)}
+        return {
+            "num_waiting": len(self._waiting),
+            "num_running": len(self._running),
+            "num_units": self.num_units,
+        }
 
     def close(self) -> None:
         self.is_closed = True

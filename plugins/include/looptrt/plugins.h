@@ -1,0 +1,77 @@
+// C API of liblooptrt_plugins.so: the kernels' launchers on raw device pointers.
+//
+// Every launcher enqueues on `stream` and returns a cudaError_t as an int, 0 when all went well;
+// looptrt_last_error_text() then says what this thread's last failed call was told. Layouts and
+// exactness stand at the launchers in plugins/kernels/. `dtype` is 0 float32, 1 bfloat16 or
+// 2 float16.
+#pragma once
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define LOOPTRT_API __attribute__((visibility("default")))
+
+// Raised with every change of a signature below.
+#define LOOPTRT_PLUGINS_ABI 1
+
+LOOPTRT_API int looptrt_abi_version(void);
+LOOPTRT_API char const* looptrt_last_error_text(void);
+
+LOOPTRT_API int looptrt_fenced_rms_norm(void* y, void const* x, void const* weight,
+                                        int64_t num_tokens, int32_t hidden, float eps,
+                                        int32_t dtype, void* stream);
+LOOPTRT_API int looptrt_fenced_add_rms_norm(void* y, void const* x, void const* residual,
+                                            void const* weight, int64_t num_tokens, int32_t hidden,
+                                            float eps, int32_t dtype, void* stream);
+LOOPTRT_API int looptrt_fenced_rms_norm_add_rms_norm(void* h, void* y, void const* x,
+                                                     void const* residual, void const* weight,
+                                                     void const* next_weight, int64_t num_tokens,
+                                                     int32_t hidden, float eps, int32_t dtype,
+                                                     void* stream);
+LOOPTRT_API int looptrt_fenced_add_rms_norm_rms_norm(void* h, void* y, void const* x,
+                                                     void const* residual, void const* weight,
+                                                     void const* next_weight, int64_t num_tokens,
+                                                     int32_t hidden, float eps, int32_t dtype,
+                                                     void* stream);
+LOOPTRT_API int looptrt_fenced_qk_norm(void* normed, void const* qkv, void const* q_weight,
+                                       void const* k_weight, int64_t num_tokens, int32_t q_width,
+                                       int32_t k_width, float eps, int32_t dtype, void* stream);
+
+// bias may be null: fenced_rope; else fenced_bias_rope.
+LOOPTRT_API int looptrt_fenced_rope(void* rotated, void const* qkv, void const* bias,
+                                    int32_t const* positions, void const* cos, void const* sin,
+                                    int64_t num_tokens, int64_t max_positions, int32_t num_heads,
+                                    int32_t num_kv_heads, int32_t head_dim, int32_t interleaved,
+                                    int32_t dtype, int32_t table_dtype, void* stream);
+LOOPTRT_API int looptrt_fenced_silu_mul(void* y, void const* gate_up, int64_t num_tokens,
+                                        int32_t width, int32_t dtype, void* stream);
+
+LOOPTRT_API int looptrt_compact_gather(void* gathered, void const* x, int32_t const* rows,
+                                       int64_t num_tokens, int64_t num_rows, int32_t hidden,
+                                       int32_t dtype, void* stream);
+LOOPTRT_API int looptrt_compact_scatter(void* scattered, void const* x, void const* update,
+                                        int32_t const* rows, int64_t num_tokens, int64_t num_rows,
+                                        int32_t hidden, int32_t dtype, void* stream);
+LOOPTRT_API int looptrt_position_keyed_noise(void* noise, int32_t const* positions,
+                                             int64_t const* seeds, int64_t num_tokens,
+                                             int32_t hidden, float std, float scale, int32_t dtype,
+                                             void* stream);
+
+LOOPTRT_API int64_t looptrt_plane_copy_workspace_bytes(int64_t num_copies, int32_t unit_slots,
+                                                       int32_t page_size, int32_t token_bytes);
+LOOPTRT_API int looptrt_plane_copy(int64_t const* kv_pool, int32_t const* src_units,
+                                   int32_t const* dst_units, int32_t const* token_begin,
+                                   int32_t const* token_end, void* workspace, int64_t num_copies,
+                                   int32_t unit_slots, int32_t page_size, int32_t token_bytes,
+                                   void* stream);
+LOOPTRT_API int looptrt_update_tables(int32_t* block_table, int32_t const* slots,
+                                      int32_t const* pages, int32_t const* units,
+                                      int64_t num_updates, int32_t max_slots, int32_t num_rows,
+                                      int32_t max_pages, void* stream);
+
+#ifdef __cplusplus
+}
+#endif

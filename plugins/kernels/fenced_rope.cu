@@ -1,0 +1,174 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "fenced_rope.cuh"
+#include "looptrt/dispatch.cuh"
+#include "looptrt/fence.cuh"
+#include "looptrt/launch.cuh"
+#include "looptrt/vec.cuh"
+
+namespace looptrt {
+namespace {
+
+constexpr int kBlock = 128;
+constexpr int kWidePairs = 8;  // pairs a thread turns when the layout allows 16-byte accesses
+constexpr int kWideHeads = 4;  // heads it turns by the same angles
+constexpr int kFewTokens = 8;  // up to here many threads with little to do are faster
+
+// Division of numbers below 2**16 by one divisor.
+struct Divider {
+  uint32_t divisor, magic;
+
+  explicit Divider(uint32_t by) : divisor(by), magic(0xffffffffu / by + 1) {}
+  // A divisor of 1 has the magic 2**32, which is 0.
+  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
+    return divisor == 1 ? n : __umulhi(n, magic);
+  }
+};
+
+struct RopeArgs {
+  FencedRopeParams p;
+  Divider parts;  // stretches of pairs of a head
+};
+
+// Turns (first, second) of every pair; the bits of the eager chain in Table's precision.
+template <typename T, typename Table, int kPairs>
+__device__ __forceinline__ void turn(Vec<T, kPairs>& first, Vec<T, kPairs>& second,
+                                     Vec<Table, kPairs> const& cos, Vec<Table, kPairs> const& sin) {
+  auto const a = roundVec<Table>(toFloatVec(first));  // T and Table are the same, or Table float
+  auto const b = roundVec<Table>(toFloatVec(second));
+  first = roundVec<T>(toFloatVec(subVec(mulVec(a, cos), mulVec(b, sin))));
+  second = roundVec<T>(toFloatVec(addVec(mulVec(b, cos), mulVec(a, sin))));
+}
+
+// Even and odd elements of (low, high) apart, and together again.
+template <typename T, int kPairs>
+__device__ __forceinline__ void separate(Vec<T, kPairs>& low, Vec<T, kPairs>& high) {
+  Vec<T, kPairs> even;
+  Vec<T, kPairs> odd;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    auto const& from = 2 * i < kPairs ? low : high;
+    even[i] = from[2 * i % kPairs];
+    odd[i] = from[(2 * i + 1) % kPairs];
+  }
+  low = even;
+  high = odd;
+}
+
+template <typename T, int kPairs>
+__device__ __forceinline__ void interleave(Vec<T, kPairs>& low, Vec<T, kPairs>& high) {
+  Vec<T, kPairs> const even = low;
+  Vec<T, kPairs> const odd = high;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    auto& to = 2 * i < kPairs ? low : high;
+    to[2 * i % kPairs] = even[i];
+    to[(2 * i + 1) % kPairs] = odd[i];
+  }
+}
+
+template <typename T, int kPairs>
+__device__ __forceinline__ Vec<T, kPairs> notANumber() {
+  Vec<T, kPairs> vec;
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) vec[i] = roundTo<T>(__int_as_float(0x7fffffff));
+  return vec;
+}
+
+// One thread turns kPairs pairs of kHeads neighbouring heads of one token, or copies their v.
+// Grid: x tokens, y stretches of such items.
+template <typename T, typename Table, int kPairs, bool kIsInterleaved>
+__global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) {
+  constexpr int kHeads = kPairs == 1 ? 1 : kWideHeads;
+  FencedRopeParams const& p = args.p;
+  int const half = p.head_dim / 2;
+  int const rotating_heads = p.num_heads + p.num_kv_heads;
+  int const heads = rotating_heads + p.num_kv_heads;
+  uint32_t const item = blockIdx.y * blockDim.x + threadIdx.x;
+  uint32_t const group = args.parts.quotient(item);
+  int const first_head = group * kHeads;
+  int const pair = (item - group * args.parts.divisor) * kPairs;
+  int const step = kIsInterleaved ? kPairs : half;  // from a thread's low vector to its high one
+  int64_t const token = blockIdx.x;
+  waitForInputs();
+  if (first_head >= heads) return;
+
+  int const begin = first_head * p.head_dim + (kIsInterleaved ? 2 * pair : pair);
+  int64_t const offset = token * heads * p.head_dim + begin;
+  T const* from = static_cast<T const*>(p.qkv) + offset;
+  T* to = static_cast<T*>(p.rotated) + offset;
+  Vec<T, kPairs> low[kHeads];
+  Vec<T, kPairs> high[kHeads];
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (first_head + h < heads) {
+      low[h] = loadVec<T, kPairs>(from + h * p.head_dim);
+      high[h] = loadVec<T, kPairs>(from + h * p.head_dim + step);
+    }
+  }
+  int64_t const position = p.positions[token];
+  bool const is_known = position >= 0 && position < p.max_positions;
+  int64_t const angle = (is_known ? position : 0) * half + pair;
+  auto const cos = loadVec<Table, kPairs>(static_cast<Table const*>(p.cos) + angle);
+  auto const sin = loadVec<Table, kPairs>(static_cast<Table const*>(p.sin) + angle);
+#pragma unroll
+  for (int h = 0; h < kHeads; ++h) {
+    if (first_head + h < rotating_heads) {
+      if (p.bias != nullptr) {
+        T const* bias = static_cast<T const*>(p.bias) + begin + h * p.head_dim;
+        low[h] = addVec(low[h], loadVec<T, kPairs>(bias));
+        high[h] = addVec(high[h], loadVec<T, kPairs>(bias + step));
+      }
+      if constexpr (kIsInterleaved && kPairs > 1) separate(low[h], high[h]);
+      turn(low[h], high[h], cos, sin);
+      if constexpr (kIsInterleaved && kPairs > 1) interleave(low[h], high[h]);
+      if (!is_known) low[h] = high[h] = notANumber<T, kPairs>();
+    }
+    if (first_head + h < heads) {
+      storeVec(to + h * p.head_dim, low[h]);
+      storeVec(to + h * p.head_dim + step, high[h]);
+    }
+  }
+}
+
+template <typename T, typename Table, int kPairs>
+cudaError_t launchPairs(FencedRopeParams const& p, cudaStream_t stream) {
+  constexpr int kHeads = kPairs == 1 ? 1 : kWideHeads;
+  int64_t const heads = int64_t{p.num_heads} + 2 * int64_t{p.num_kv_heads};
+  int64_t const parts = p.head_dim / 2 / kPairs;
+  int64_t const items = ceilDiv(heads, kHeads) * parts;
+  if (items + kBlock > 65535 || p.num_tokens > kMaxGridX) return cudaErrorInvalidValue;
+  int const block = std::min<int64_t>(ceilDiv(items, 32) * 32, kBlock);
+  dim3 const grid(p.num_tokens, ceilDiv(items, block));
+  auto* kernel = p.is_interleaved ? fencedRopeKernel<T, Table, kPairs, true>
+                                  : fencedRopeKernel<T, Table, kPairs, false>;
+  return launchKernel(kernel, grid, block, stream,
+                      RopeArgs{p, Divider(static_cast<uint32_t>(parts))});
+}
+
+template <typename T, typename Table>
+cudaError_t launchTables(FencedRopeParams const& p, cudaStream_t stream) {
+  bool const is_wide = p.num_tokens > kFewTokens && p.head_dim / 2 % kWidePairs == 0 &&
+                       areAligned(16, p.rotated, p.qkv, p.bias, p.cos, p.sin);
+  return is_wide ? launchPairs<T, Table, kWidePairs>(p, stream)
+                 : launchPairs<T, Table, 1>(p, stream);
+}
+
+}  // namespace
+
+cudaError_t launchFencedRope(FencedRopeParams const& p, cudaStream_t stream) {
+  if (p.head_dim < 2 || p.head_dim % 2 != 0 || p.num_heads < 1 || p.num_kv_heads < 1 ||
+      p.num_tokens < 0 || (p.table_dtype != p.dtype && p.table_dtype != DType::kFloat32)) {
+    return cudaErrorInvalidValue;
+  }
+  if (p.num_tokens == 0) return cudaSuccess;
+  return dispatchDType(p.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    if (p.table_dtype == p.dtype) return launchTables<T, T>(p, stream);
+    return launchTables<T, float>(p, stream);
+  });
+}
+
+}  // namespace looptrt
