@@ -112,9 +112,7 @@ class PlaneLayout:
         if self.max_loops > MAX_LOOPS:
             raise BuildError(f"max_loops: expected at most {MAX_LOOPS}, got {self.max_loops}")
         if self.dtype not in DTYPE_BYTES:
-            raise BuildError(
-                f"KV dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}"
-            )
+            raise BuildError(f"KV dtype: expected one of {sorted(DTYPE_BYTES)}, got {self.dtype!r}")
 
     @staticmethod
     def of(
