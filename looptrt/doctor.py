@@ -71,7 +71,7 @@ def backends(findings: list[Finding]) -> list[Finding]:
     executor = _part("runtime.executor.tensorrt")
     return [
         Finding("pytorch on cpu", "works" if torch.found else None, torch.reason),
-        _first_lack("pytorch on cuda", [torch, cuda, _part("plugins.launch")]),
+        _first_lack("pytorch on cuda", [torch, cuda, _part("runtime.executor.cuda")]),
         _first_lack("tensorrt", [by_name["tensorrt"], cuda, executor]),
         _first_lack("tensorrt_rtx", [by_name["tensorrt_rtx"], cuda, executor]),
     ]

@@ -244,6 +244,7 @@ class EngineClient(ABC):
         assert failure is not None
         self._fail(failure)
         self._started.set()
+        self._connection.hang_up()  # an engine that nobody listens to ends
 
     def _supervise(self, work: Callable[[], None]) -> LooptrtError | None:
         """Run a part of the reader's work; returns what it raised."""

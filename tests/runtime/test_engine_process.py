@@ -441,6 +441,7 @@ def test_listener_that_raises_leaves_no_caller_waiting(tmp_path: Path) -> None:
             listener.tokens()
     with pytest.raises(EngineError, match="ZeroDivisionError"):
         client.stats()
+    wait_until(lambda: core.is_closed, "the end of an engine that nobody listens to")
     client.close()
 
 
