@@ -420,7 +420,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             section=_PLUGIN,
         ),
         _plugin("bert_attention_plugin", "auto", "looped models have no encoder", _UNUSED),
-        _plugin("gemm_plugin", "disable", "matrix products are never plugins", _OFF),
+        _plugin("gemm_plugin", "disable", "looptrt chooses what runs a matrix product", _UNUSED),
         _plugin("gemm_swiglu_plugin", "disable", "matrix products are never plugins", _OFF),
         _plugin("low_latency_gemm_plugin", "disable", "matrix products are never plugins", _OFF),
         _plugin(

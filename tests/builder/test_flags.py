@@ -70,7 +70,7 @@ def test_both_spellings_of_every_flag() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--gemm_plugin", "auto"], "--gemm_plugin auto: matrix products are never plugins"),
+        (["--gemm_plugin", "float16"], "--gemm_plugin float16: looptrt chooses what runs"),
         (["--max_beam_width=4"], "--max_beam_width 4: beam search is not supported; accepted: 1"),
         (["--strip_plan"], "--strip_plan: a stripped plan belongs to a TensorRT engine (--backend"),
         (["--lora_dir", "a", "b"], "--lora_dir: LoRA is not supported"),
@@ -248,7 +248,7 @@ def test_build_config_acts_and_flags_override_it(tmp_path: Path) -> None:
         ({"opt_batch_size": 4}, "--opt_batch_size 4: optimisation profiles"),
         ({"max_output_len": 9}, "build_config: unknown key 'max_output_len'"),
         ({"checkpoint_dir": "c"}, "build_config: unknown key 'checkpoint_dir'"),
-        ({"plugin_config": {"gemm_plugin": "auto"}}, "--gemm_plugin auto: matrix products"),
+        ({"plugin_config": {"gemm_plugin": "fp8"}}, "--gemm_plugin fp8: looptrt chooses"),
         ({"plugin_config": {"moe": True}}, "plugin_config: unknown key 'moe'"),
         ({"plugin_config": {"context_fmha": None}}, "--context_fmha disable"),
         ({"plugin_config": {"paged_kv_cache": False}}, "--paged_kv_cache disable"),
