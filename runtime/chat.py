@@ -14,7 +14,6 @@ from typing import Any
 
 from looptrt.errors import CheckpointError, ManifestError, RequestError
 from looptrt.models.chat_template import (
-    TemplateSource,
     compile_template,
     find_template,
     special_tokens,
@@ -39,17 +38,16 @@ class ChatTemplate:
             raise ManifestError(str(error)) from error
 
     @staticmethod
-    def of_engine(engine_dir: Path, architecture: str) -> ChatTemplate | None:
+    def of_engine(engine_dir: Path) -> ChatTemplate | None:
         """The template of an engine directory, None where there is none.
 
-        The builder puts a family's default there. Directories of earlier builds lack it; of
-        the architectures in this tree, theirs is known.
+        The builder puts a family's default beside a tokenizer that has none of its own.
 
         Raises:
             ManifestError: a file that should hold the template cannot be used.
         """
         try:
-            found = find_template(engine_dir) or _default(architecture)
+            found = find_template(engine_dir)
             tokens = special_tokens(engine_dir)
         except CheckpointError as error:
             raise ManifestError(str(error)) from error
@@ -82,15 +80,6 @@ class ChatTemplate:
             raise RequestError(
                 f"messages: the chat template ({self.where}) says: {error}"
             ) from error
-
-
-def _default(architecture: str) -> TemplateSource | None:
-    from looptrt.models.registry import in_tree  # noqa: PLC0415 - loads torch, seldom needed
-
-    family = in_tree(architecture)
-    if family is None or family.chat_template is None:
-        return None
-    return TemplateSource(family.chat_template, f"default of {architecture}")
 
 
 def _check_messages(messages: object) -> None:

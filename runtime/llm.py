@@ -91,7 +91,7 @@ class LLM:
                 limits=config.limits(client.manifest),
                 config=config,
                 tokenizer=Tokenizer.of_engine(engine_dir),
-                template=ChatTemplate.of_engine(engine_dir, client.manifest.spec.architecture),
+                template=ChatTemplate.of_engine(engine_dir),
             )
         except BaseException:
             self._close()

@@ -55,11 +55,6 @@ def family_of(architecture: str) -> Family:
     return _load(mine[0]) if mine else _IN_TREE[architecture]
 
 
-def in_tree(architecture: str) -> Family | None:
-    """The family of this tree, None for an architecture of others; runs no code of theirs."""
-    return _IN_TREE.get(architecture)
-
-
 def load_family_file(path: Path, name: str) -> Family:
     """Run a Python file that the caller named and take a Family from it.
 

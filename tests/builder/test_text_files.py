@@ -74,7 +74,7 @@ def test_unusable_template(tmp_path: Path, bad: str) -> None:
     engine.mkdir()
     put(engine, name, content)
     with pytest.raises(ManifestError, match=f"{name}: "):
-        ChatTemplate.of_engine(engine, "OuroForCausalLM")
+        ChatTemplate.of_engine(engine)
 
 
 def no_unknown_token(path: Path) -> None:
@@ -174,7 +174,7 @@ def engine_of(checkpoint: Path, target: Path) -> Path:
 
 def rendered(engine: Path) -> str:
     """A prompt, by what lies in the directory alone."""
-    found = ChatTemplate.of_engine(engine, "a name that nobody knows")
+    found = ChatTemplate.of_engine(engine)
     assert found is not None
     return found.render([USER])
 

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from looptrt.errors import ManifestError, RequestError
+from looptrt.models.registry import family_of
 from looptrt.runtime.chat import ChatTemplate
 from looptrt.runtime.tokenizer import Tokenizer
 
@@ -79,18 +80,24 @@ USER = {"role": "user", "content": " Hello "}
 ASSISTANT = {"role": "assistant", "content": "Hi."}
 
 
-@pytest.fixture
-def ouro(tmp_path: Path) -> ChatTemplate:
-    template = ChatTemplate.of_engine(tmp_path, "OuroForCausalLM")
+def family_template(directory: Path, architecture: str) -> ChatTemplate:
+    """A family's template, read from where the builder puts it."""
+    source = family_of(architecture).chat_template
+    assert source is not None
+    (directory / "chat_template.jinja").write_text(source)
+    template = ChatTemplate.of_engine(directory)
     assert template is not None
     return template
+
+
+@pytest.fixture
+def ouro(tmp_path: Path) -> ChatTemplate:
+    return family_template(tmp_path, "OuroForCausalLM")
 
 
 @pytest.fixture
 def huginn(tmp_path: Path) -> ChatTemplate:
-    template = ChatTemplate.of_engine(tmp_path, "RavenForCausalLM")
-    assert template is not None
-    return template
+    return family_template(tmp_path, "RavenForCausalLM")
 
 
 @pytest.mark.parametrize(
@@ -137,14 +144,14 @@ def test_huginn_template_without_a_generation_prompt(huginn: ChatTemplate) -> No
     assert text.endswith("Hello<|end_turn|><|end_text|>")
 
 
-def test_template_of_the_checkpoint_goes_before_the_family_default(tmp_path: Path) -> None:
+def test_template_file_goes_before_the_tokenizer_s_config(tmp_path: Path) -> None:
     config = {"bos_token": {"content": "<s>"}, "chat_template": "{{ bos_token }}config"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    template = ChatTemplate.of_engine(tmp_path, "OuroForCausalLM")
+    template = ChatTemplate.of_engine(tmp_path)
     assert template is not None
     assert template.render([USER]) == "<s>config"
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}file")
-    template = ChatTemplate.of_engine(tmp_path, "OuroForCausalLM")
+    template = ChatTemplate.of_engine(tmp_path)
     assert template is not None
     assert template.render([USER]) == "<s>file"
 
@@ -152,13 +159,13 @@ def test_template_of_the_checkpoint_goes_before_the_family_default(tmp_path: Pat
 def test_named_templates_use_the_default(tmp_path: Path) -> None:
     named = [{"name": "tool", "template": "t"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    template = ChatTemplate.of_engine(tmp_path, "Unknown")
+    template = ChatTemplate.of_engine(tmp_path)
     assert template is not None
     assert template.render([USER]) == "d"
 
 
-def test_unknown_family_without_a_template_has_none(tmp_path: Path) -> None:
-    assert ChatTemplate.of_engine(tmp_path, "Unknown") is None
+def test_directory_without_a_template_has_none(tmp_path: Path) -> None:
+    assert ChatTemplate.of_engine(tmp_path) is None
 
 
 @pytest.mark.parametrize(

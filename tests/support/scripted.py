@@ -27,6 +27,7 @@ from looptrt.loop_spec import (
     RopeStyle,
 )
 from looptrt.manifest import PHASES, BuildLimits, Manifest, PhaseGraph, TokenIds
+from looptrt.models import ouro
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_client import InProcessClient
 from looptrt.runtime.llm import LLM
@@ -190,7 +191,10 @@ def llm_of(core: ScriptedCore, engine_dir: Path, **config: object) -> LLM:
 
 
 def write_tokenizer(engine_dir: Path, pieces: list[str]) -> None:
-    """A tokenizer.json whose token i is pieces[i] and decodes by joining; `<...>` are special."""
+    """A tokenizer.json whose token i is pieces[i] and decodes by joining; `<...>` are special.
+
+    Ouro's chat template goes beside it, where the builder puts it.
+    """
     raw = Tokenizer(
         models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=pieces[0])
     )
@@ -198,6 +202,8 @@ def write_tokenizer(engine_dir: Path, pieces: list[str]) -> None:
     raw.decoder = decoders.Fuse()
     raw.add_special_tokens([piece for piece in pieces if piece.startswith("<")])
     raw.save(str(engine_dir / "tokenizer.json"))
+    assert ouro.FAMILY.chat_template is not None
+    (engine_dir / "chat_template.jinja").write_text(ouro.FAMILY.chat_template)
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
