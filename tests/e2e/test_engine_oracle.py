@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -415,3 +418,49 @@ def test_logits_that_are_not_finite_end_that_request_alone(
     assert (failed.finished.reason, failed.token_ids) == (FinishReason.ERROR, [])
     assert len(fine.token_ids) == 4
     assert_equals_oracle(oracle, harness, 1)
+
+
+def test_prefill_in_one_process_and_decode_in_another(engine_of: Build, tmp_path: Path) -> None:
+    """Case B2 (f): pages computed by another process give the answer of one engine alone."""
+    engine_dir, oracle = engine_of("huginn")
+    prompt, dump = prompt_of(37), tmp_path / "pages.pt"
+    subprocess.run(
+        [sys.executable, "-c", PREFILL, engine_dir, dump, json.dumps(prompt)], check=True
+    )
+    alone = Harness(engine_dir)
+    alone.add(prompt, 12, noise_seed=7)
+    alone.drain()
+    decoder = Harness(engine_dir)
+    pool, layout = decoder.core.scheduler.kv.pool, decoder.core.manifest.layout
+    for key, units in torch.load(dump).items():
+        page = pool.allocate(4)
+        assert page is not None
+        decoder.core.executor.pool.view(-1, layout.unit_bytes)[list(page.units)] = units
+        pool.publish(page, key, None, 0)
+        pool.release(page)
+    decoder.add(prompt, 12, noise_seed=7)
+    decoder.drain()
+    answer = decoder.answers[0]
+    assert answer.finished is not None
+    assert answer.finished.num_cached_tokens == 32
+    assert answer.token_ids == alone.answers[0].token_ids
+    assert_equals_oracle(oracle, decoder, 0)
+
+
+PREFILL = """
+import json, sys, torch
+from pathlib import Path
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.engine_core import EngineCore
+from looptrt.runtime.request import Request
+import numpy as np
+
+core = EngineCore(Path(sys.argv[1]), EngineConfig())
+prompt = np.array(json.loads(sys.argv[3]), np.int32)
+core.add_request(Request(0, prompt, 1, (), 4, 4, noise_seed=7))
+while core.has_work():
+    core.step()
+units = core.executor.pool.view(-1, core.manifest.layout.unit_bytes)
+pages = core.scheduler.kv.pool.cache.pages()
+torch.save({page.key: units[list(page.units)].clone() for page in pages}, sys.argv[2])
+"""
