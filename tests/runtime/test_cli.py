@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from looptrt import __version__, cli, doctor
+from looptrt import __version__, doctor
 from looptrt.builder.build import BuildConfig, build
+from looptrt.cli import generate as generate_command
 from looptrt.cli import main, trtllm_build
 from looptrt.manifest import _checksum
 from looptrt.runtime.sampling_params import SamplingParams
@@ -154,8 +155,10 @@ def test_every_sampling_flag_is_a_field_and_reaches_the_engine(
 
 
 def test_flags_of_generate_are_the_fields_of_sampling_params() -> None:
-    flags = {flag for flag, *_ in (*cli._SAMPLING_FLAGS, *cli._SAMPLING_LISTS)}
-    flags |= {flag for flag, _ in cli._SAMPLING_SWITCHES} | {"--embedding-bias"}
+    flags = {
+        flag for flag, *_ in (*generate_command._SAMPLING_FLAGS, *generate_command._SAMPLING_LISTS)
+    }
+    flags |= {flag for flag, _ in generate_command._SAMPLING_SWITCHES} | {"--embedding-bias"}
     fields = {f"--{name.replace('_', '-')}" for name in SamplingParams.__dataclass_fields__}
     assert flags == fields
 
