@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from looptrt.cli.engine_options import add_engine_options, engine_config
 from looptrt.cli.guard import ANSWER_FAILED
-from looptrt.cli.terminal import Commands, byte_count, size_text
+from looptrt.cli.terminal import Commands, size_text
 from looptrt.errors import LooptrtError
-from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.llm import LLM, AnswerStream
 from looptrt.runtime.outputs import CompletionOutput, RequestOutput
 from looptrt.runtime.request import FinishReason
@@ -95,12 +95,7 @@ def add_parser(commands: Commands) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object for each answer")
     parser.add_argument("--in-process", action="store_true", help="run the engine in this process")
-    parser.add_argument(
-        "--kv-cache-bytes",
-        type=byte_count,
-        metavar="SIZE",
-        help="KV memory (default: enough for the engine's limits, but at most 1GiB)",
-    )
+    add_engine_options(parser)
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -113,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     """Run it; returns the exit code."""
     logging.basicConfig(level=args.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     params, prompts = _sampling_params(args), _prompts(args)
-    config = EngineConfig(kv_cache_bytes=args.kv_cache_bytes)
+    config = engine_config(args)
     exit_code = 0
     with LLM(args.engine_dir, config, in_process=args.in_process) as llm:
         encoded: list[str | list[int]] = [*prompts]
