@@ -316,12 +316,12 @@ def drive_small_shapes() -> None:
     torch.cuda.synchronize()
 
 
-def sanitize() -> dict[str, str]:
-    """Last line of every compute-sanitizer tool; they run side by side."""
+def sanitize(script: str = __file__) -> dict[str, str]:
+    """Last line of every compute-sanitizer tool over `script --drive`; they run side by side."""
     program = shutil.which("compute-sanitizer")
     if program is None:
         return dict.fromkeys(SANITIZERS, "not run: no compute-sanitizer")
-    command = [sys.executable, __file__, "--drive"]
+    command = [sys.executable, script, "--drive"]
     # Only our kernels: torch's own are not what is checked here.
     only_ours = ["--kernel-name", "kernel_substring=looptrt"]
     environment = ["env", "PYTORCH_NO_CUDA_MEMORY_CACHING=1"]

@@ -8,6 +8,7 @@ atomicity to `builder.engine_dir`. Invariant: all that can be refused is refused
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import platform
@@ -22,6 +23,7 @@ import torch
 from looptrt import __version__
 from looptrt.builder.build_config import BuildConfig
 from looptrt.builder.casts import TORCH_DTYPES, CastLog
+from looptrt.builder.compile import CompilePlan, compile_phases, plan_compile
 from looptrt.builder.engine_dir import (
     atomic_directory,
     check_beside_checkpoint,
@@ -38,7 +40,9 @@ from looptrt.errors import BuildError
 from looptrt.kv_layout import PlaneLayout
 from looptrt.loop_spec import InitialState, LoopSpec, NoiseMode
 from looptrt.manifest import (
+    BACKENDS,
     CONFIG_NAME,
+    TENSORRT_BACKENDS,
     WEIGHTS_NAME,
     BuildLimits,
     Manifest,
@@ -52,7 +56,18 @@ from looptrt.models.checkpoint import Checkpoint
 from looptrt.models.family import WeightRecipe
 
 _TOOLS = ("torch", "onnx", "onnx-ir", "safetensors")
-_BACKEND = "pytorch"
+_DEFAULT_BACKEND = "pytorch"
+# Fields that say something about TensorRT engines only.
+_ENGINE_FIELDS = (
+    "opt_batch_size",
+    "opt_num_tokens",
+    "input_timing_cache",
+    "output_timing_cache",
+    "profiling_verbosity",
+    "strip_plan",
+    "visualize_network",
+    "compile_timeout",
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -72,6 +87,12 @@ class BuildPlan:
     model: LoopedModel
     weights: WeightsLayout
     text_files: Mapping[str, Path | str]
+    compile: CompilePlan | None
+
+    @property
+    def backend(self) -> str:
+        """The backend that the engine is built for."""
+        return self.config.backend if self.compile is not None else _DEFAULT_BACKEND
 
     @property
     def inputs(self) -> tuple[Path, ...]:
@@ -83,7 +104,7 @@ class BuildPlan:
             checkpoint.listing,
             *{entry.file for entry in checkpoint.tensors.values()},
             *texts,
-            *filter(None, (config.model_config, config.model_cls_file)),
+            *filter(None, (config.model_config, config.model_cls_file, config.input_timing_cache)),
         )
 
     def tables(self) -> dict[str, torch.Tensor]:
@@ -112,7 +133,8 @@ class BuildPlan:
             f"sequence {limits.max_seq_len}, {limits.max_num_tokens} tokens a step",
             "noise": self.config.noise.value,
             "end tokens": f"{list(self.tokens.eos)} ({self.tokens.source})",
-            "backend": _BACKEND,
+            "backend": self.backend,
+            **({} if self.compile is None else self.compile.describe()),
             "output": str(self.config.output_dir),
         }
         width = max(map(len, facts))
@@ -167,6 +189,9 @@ def plan_build(config: BuildConfig) -> BuildPlan:
         model=model,
         weights=WeightsLayout.of(model),
         text_files=tokenizer_files(checkpoint.directory, source.family),
+        compile=plan_compile(config, limits, layout)
+        if config.backend in TENSORRT_BACKENDS
+        else None,
     )
     check_target(config.output_dir, inputs=plan.inputs)
     return plan
@@ -188,7 +213,7 @@ def build(config: BuildConfig) -> Manifest:
             RANDOM_SEED,
         )
     if config.backend == "auto":
-        _logger.info("--backend auto: %s, the only backend of this build", _BACKEND)
+        _logger.info("--backend auto: %s, which runs everywhere", _DEFAULT_BACKEND)
     with atomic_directory(config.output_dir, inputs=plan.inputs) as draft:
         manifest = _write(plan, draft)
     _logger.info("wrote %s", config.output_dir)
@@ -222,6 +247,8 @@ def make_weights(plan: BuildPlan, path: Path) -> dict[str, str]:
 def _write(plan: BuildPlan, draft: Path) -> Manifest:
     digests = make_weights(plan, draft / WEIGHTS_NAME)
     phases = export_phases(plan.model, plan.layout, plan.weights, draft)
+    if plan.compile is not None:
+        phases = compile_phases(plan.compile, phases, draft)
     for name, file in plan.text_files.items():
         if isinstance(file, Path):
             shutil.copyfile(file, draft / name)
@@ -259,7 +286,7 @@ def _manifest(
 ) -> Manifest:
     return Manifest(
         version=__version__,
-        backend=_BACKEND,
+        backend=plan.backend,
         dtype=plan.dtype,
         logits_dtype=plan.config.logits_dtype,
         spec=plan.spec,
@@ -276,18 +303,37 @@ def _manifest(
 
 
 def _check_flags(config: BuildConfig) -> None:
-    if config.backend not in ("auto", _BACKEND):
-        raise BuildError(f"--backend {config.backend}: expected auto or {_BACKEND}")
+    if config.backend not in ("auto", *BACKENDS):
+        raise BuildError(f"--backend {config.backend}: expected auto, {', '.join(BACKENDS)}")
     check_counts(config)
+    if config.backend not in TENSORRT_BACKENDS:
+        _check_no_engine(config)
     for name in ("dtype", "logits_dtype"):
         value = getattr(config, name)
         if value is not None and value not in TORCH_DTYPES:
             raise BuildError(f"--{name} {value}: expected {' or '.join(TORCH_DTYPES)}")
 
 
+def _check_no_engine(config: BuildConfig) -> None:
+    """Refuse what is said about TensorRT engines where none is built."""
+    for field in dataclasses.fields(config):
+        if field.name in _ENGINE_FIELDS and getattr(config, field.name) != field.default:
+            raise BuildError(
+                f"--{field.name}: belongs to a TensorRT engine; say --backend "
+                f"{' or '.join(TENSORRT_BACKENDS)}, this build's is {_DEFAULT_BACKEND}"
+            )
+
+
 def _check_paths(config: BuildConfig) -> None:
     check_target(config.output_dir)
-    for flag in ("checkpoint_dir", "model_config", "model_cls_file"):
+    written = ("output_timing_cache", "visualize_network")
+    for flag in (
+        "checkpoint_dir",
+        "model_config",
+        "model_cls_file",
+        "input_timing_cache",
+        *written,
+    ):
         path = getattr(config, flag)
         if path is not None:
             check_path(path, f"--{flag}")

@@ -40,10 +40,28 @@ class BuildConfig:
     model_config: Path | None = None
     model_cls_file: Path | None = None
     model_cls_name: str | None = None
+    opt_batch_size: int = 8
+    opt_num_tokens: int | None = None
+    input_timing_cache: Path | None = None
+    output_timing_cache: Path = Path("model.cache")
+    profiling_verbosity: str = "layer_names_only"
+    strip_plan: bool = False
+    visualize_network: Path | None = None
+    compile_timeout: float = 3600.0
 
     def recorded(self) -> dict[str, Any]:
         """The flags that shape the engine, as JSON, and where its weights are from."""
-        left_out = ("checkpoint_dir", "output_dir", "workers", "model_config", "model_cls_file")
+        left_out = (
+            "checkpoint_dir",
+            "output_dir",
+            "workers",
+            "model_config",
+            "model_cls_file",
+            "input_timing_cache",
+            "output_timing_cache",
+            "visualize_network",
+            "compile_timeout",
+        )
         names = [name for name in self.__dataclass_fields__ if name not in left_out]
         flags = {name: getattr(self, name) for name in names}
         return flags | {"weights": self.weights_source}

@@ -114,6 +114,16 @@ def _integer(word: str) -> int:
         raise ValueError("an integer") from None
 
 
+def _seconds(word: str) -> float:
+    try:
+        seconds = float(word)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 604_800:
+        raise ValueError("seconds, from above 0 to a week")
+    return seconds
+
+
 def _switch(word: str) -> bool:
     if word not in ("enable", "disable"):
         raise ValueError("no value")
@@ -140,11 +150,9 @@ def _kv_cache_type(word: str) -> None:
         raise ValueError(reasons.get(word.lower(), "paged"))
 
 
-_ENGINE = "belongs to a TensorRT engine (--backend tensorrt); this build's backend is pytorch"
-_PROFILES = (
-    "optimisation profiles belong to a TensorRT engine (--backend tensorrt); with backend "
-    "pytorch shapes are dynamic and none is preferred"
-)
+_PROFILES = "an engine always has two optimisation profiles, prefill and decode"
+_TENSORRT = "with --backend tensorrt or tensorrt_rtx:"
+_VERBOSITIES = {word: word for word in ("layer_names_only", "detailed", "none")}
 _NO_LORA = "LoRA is not supported"
 _NO_QUANTISATION = "quantisation is not supported"
 _ONE_GPU = "an engine runs on one GPU"
@@ -280,8 +288,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             section=_PLUGIN,
         ),
         Flag("max_beam_width", "1", "beam search is not supported", accepts=("1",)),
-        Flag("opt_num_tokens", None, _PROFILES),
-        Flag("opt_batch_size", "8", _PROFILES, accepts=("8",), form=_FILE_ONLY),
+        Flag(
+            "opt_num_tokens",
+            None,
+            f"{_TENSORRT} tokens of a prefill step that kernels are chosen for; by default "
+            "max_input_len",
+            read=_integer,
+        ),
+        Flag(
+            "opt_batch_size",
+            "8",
+            f"{_TENSORRT} requests of a step that kernels are chosen for",
+            read=_integer,
+            form=_FILE_ONLY,
+        ),
         Flag("max_encoder_input_len", "1024", "looped models have no encoder", accepts=("1024",)),
         Flag(
             "max_prompt_embedding_table_size",
@@ -295,7 +315,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "backend",
             "auto",
-            "pytorch, or auto = the fastest that works here",
+            "pytorch, tensorrt, tensorrt_rtx, or auto = pytorch, which runs everywhere",
             read=str,
             section=Section.NONE,
         ),
@@ -350,33 +370,59 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "TensorRT engine": (
-        Flag("input_timing_cache", None, f"a timing cache {_ENGINE}"),
+        Flag(
+            "input_timing_cache",
+            None,
+            "with --backend tensorrt: timings of an earlier build; TensorRT-RTX has none",
+            read=Path,
+        ),
         Flag(
             "output_timing_cache",
             "model.cache",
-            f"a timing cache {_ENGINE}, so none is written",
-            accepts=("model.cache",),
+            "with --backend tensorrt: where timings go; otherwise none are written",
+            read=Path,
         ),
         Flag(
             "profiling_verbosity",
             "layer_names_only",
-            f"profiling verbosity {_ENGINE}",
-            accepts=("layer_names_only",),
+            f"{_TENSORRT} what an engine tells of its layers: {', '.join(_VERBOSITIES)}",
+            read=_one_of(_VERBOSITIES),
         ),
-        _refused_switch("strip_plan", f"a stripped plan {_ENGINE}", key="use_strip_plan"),
-        _refused_switch("weight_sparsity", f"weight sparsity {_ENGINE}"),
-        _refused_switch("weight_streaming", f"weight streaming {_ENGINE}"),
+        Flag(
+            "strip_plan",
+            None,
+            f"{_TENSORRT} leave the weights out of the engines; they are put in from "
+            "rank0.safetensors when an engine is loaded",
+            read=_switch,
+            form=Form.SWITCH,
+            key="use_strip_plan",
+        ),
+        _refused_switch("weight_sparsity", "weights are dense"),
+        _refused_switch("weight_streaming", "weights stay in GPU memory"),
         Flag(
             "fast_build",
             None,
-            f"a choice of faster builds {_ENGINE}",
+            "engines are built one way, which takes minutes for the largest models",
             form=Form.SWITCH,
             section=Section.NONE,
         ),
         _refused_switch(
             "enable_debug_output", "run a phase through looptrt.builder.verify to see its tensors"
         ),
-        Flag("visualize_network", None, f"a network to draw {_ENGINE}; open rank0.*.onnx instead"),
+        Flag(
+            "visualize_network",
+            None,
+            f"{_TENSORRT} folder for a JSON file a phase with the layers of the network that "
+            "TensorRT parsed; the graphs themselves are rank0.*.onnx",
+            read=Path,
+        ),
+        Flag(
+            "compile_timeout",
+            "3600",
+            f"{_TENSORRT} seconds that a phase may take",
+            read=_seconds,
+            section=Section.NONE,
+        ),
         Flag(
             "strongly_typed",
             "true",
@@ -385,7 +431,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             form=_FILE_ONLY,
         ),
         Flag("force_num_profiles", None, _PROFILES, form=_FILE_ONLY),
-        Flag("use_refit", "false", f"refitting {_ENGINE}", accepts=_OFF, form=_FILE_ONLY),
+        Flag(
+            "use_refit",
+            "false",
+            "an engine with other weights is another build",
+            accepts=_OFF,
+            form=_FILE_ONLY,
+        ),
         Flag(
             "use_mrope",
             "false",
@@ -446,7 +498,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         _plugin("use_fused_mlp", "enable", "gate and up are always one projection", _ON),
         _plugin("pp_reduce_scatter", "disable", _ONE_GPU, _OFF),
         _hidden("identity_plugin", "disable", "no graph has such a node", _OFF),
-        _hidden("manage_weights", "disable", f"a choice of faster builds {_ENGINE}", _OFF),
+        _hidden("manage_weights", "disable", "engines are built one way", _OFF),
         _hidden("qserve_gemm_plugin", "disable", _NO_QUANTISATION, _OFF),
         _hidden("weight_only_groupwise_quant_matmul_plugin", "disable", _NO_QUANTISATION, _OFF),
         _hidden("weight_only_quant_matmul_plugin", "disable", _NO_QUANTISATION, _OFF),

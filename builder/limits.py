@@ -27,6 +27,8 @@ _COUNTS = {
     "max_seq_len": 2**31 - 1,
     "max_num_tokens": 2**31 - 1,
     "tokens_per_block": 2**31 - 1,
+    "opt_batch_size": 2**31 - 1,
+    "opt_num_tokens": 2**31 - 1,
     "max_loops": MAX_LOOPS,
     "workers": 1024,
 }

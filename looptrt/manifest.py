@@ -24,6 +24,8 @@ FORMAT = 1
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "rank0.safetensors"
 PHASES = ("prelude", "core", "coda")
+TENSORRT_BACKENDS = ("tensorrt", "tensorrt_rtx")
+BACKENDS = ("pytorch", *TENSORRT_BACKENDS)
 
 _MALFORMED = (KeyError, TypeError, ValueError, AttributeError, ArithmeticError)
 
@@ -56,13 +58,59 @@ class TokenIds:
 
 
 @dataclass(frozen=True)
+class ShapeRange:
+    """Sizes of an input that a TensorRT engine takes, least and most, and what it is tuned for."""
+
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineFile:
+    """One phase compiled by TensorRT.
+
+    Attributes:
+        file: its name, relative to the directory.
+        tensorrt: version of the TensorRT that built it, the only one that loads it.
+        compute_capabilities: GPUs that it runs on, as `8.9`.
+        plugins: {operator: layers of it}.
+        schema: SHA-256 of the operators' schema, which the plugin library must share.
+        library: SHA-256 of the plugin library it was built with, for the record.
+        profiles: {profile: {input: sizes}}, in the order of their numbers in the engine, the
+            narrowest first.
+    """
+
+    file: str
+    tensorrt: str
+    compute_capabilities: tuple[str, ...]
+    plugins: dict[str, int]
+    schema: str
+    library: str
+    profiles: dict[str, dict[str, ShapeRange]]
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> EngineFile:
+        """Read what `dataclasses.asdict` made."""
+        profiles = {
+            profile: {
+                name: ShapeRange(*(tuple(sizes[end]) for end in ("min", "opt", "max")))
+                for name, sizes in inputs.items()
+            }
+            for profile, inputs in data["profiles"].items()
+        }
+        capabilities = tuple(data["compute_capabilities"])
+        return EngineFile(**data | {"compute_capabilities": capabilities, "profiles": profiles})
+
+
+@dataclass(frozen=True)
 class PhaseGraph:
     """One phase's graph: file names relative to the directory, tensor names in order."""
 
     onnx: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
-    engine: str | None = None
+    engine: EngineFile | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +197,7 @@ class Manifest:
                         "onnx": graph.onnx,
                         "inputs": list(graph.inputs),
                         "outputs": list(graph.outputs),
-                        "engine": graph.engine,
+                        "engine": graph.engine and dataclasses.asdict(graph.engine),
                     }
                     for name, graph in self.phases.items()
                 },
@@ -217,7 +265,7 @@ class Manifest:
                     onnx=graph["onnx"],
                     inputs=tuple(graph["inputs"]),
                     outputs=tuple(graph["outputs"]),
-                    engine=graph["engine"],
+                    engine=graph["engine"] and EngineFile.from_json(graph["engine"]),
                 )
                 for name, graph in section["phases"].items()
             },
@@ -268,6 +316,10 @@ def _check(manifest: Manifest) -> None:
         manifest.layout,
     ]
     parts += [*manifest.phases.values(), *([spec.rope.scaling] if spec.rope.scaling else [])]
+    engines = _engines(manifest)
+    parts += engines
+    for engine in engines:
+        parts += [sizes for inputs in engine.profiles.values() for sizes in inputs.values()]
     for part in parts:
         for field in dataclasses.fields(part):
             is_sound = _SOUND.get(str(field.type))
@@ -282,6 +334,28 @@ def _check(manifest: Manifest) -> None:
     for name in manifest.files:
         if Path(name).name != name or "\0" in name:
             raise ValueError(f"files: expected a plain name, found {name!r:.60}")
+
+
+def _engines(manifest: Manifest) -> list[EngineFile]:
+    """The engines, which a backend has of all phases or of none.
+
+    Raises:
+        ValueError: they do not fit the backend or their phase, or are not among the files.
+    """
+    if manifest.backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}")
+    engines = [graph.engine for graph in manifest.phases.values() if graph.engine is not None]
+    if len(engines) != (len(PHASES) if manifest.backend in TENSORRT_BACKENDS else 0):
+        raise ValueError(f"phases: {len(engines)} engines do not fit backend {manifest.backend}")
+    if not {engine.file for engine in engines} <= manifest.files.keys():
+        raise ValueError("files: an engine is not listed")
+    for name, graph in manifest.phases.items():
+        profiles = () if graph.engine is None else graph.engine.profiles.values()
+        if graph.engine is not None and not profiles:
+            raise ValueError(f"phases: {name}: an engine without profiles")
+        if any(set(inputs) != set(graph.inputs) for inputs in profiles):
+            raise ValueError(f"phases: {name}: a profile is not of the phase's inputs")
+    return engines
 
 
 def _is_int(value: object, most: int = 2**31 - 1) -> bool:
@@ -321,6 +395,7 @@ _SOUND: dict[str, Callable[[object], bool]] = {
     "dict[str, tuple[str, int]]": _is_file_table,
     "dict[str, Any]": lambda value: isinstance(value, dict),
     "dict[str, str]": lambda value: isinstance(value, dict),
+    "dict[str, int]": lambda value: isinstance(value, dict) and all(map(_is_int, value.values())),
 }
 
 

@@ -21,7 +21,7 @@ from looptrt.errors import PluginError
 from looptrt.plugins.schema import operand_error
 
 LIBRARY_NAME = "liblooptrt_plugins.so"
-ABI_VERSION = 1  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
+ABI_VERSION = 2  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
 BUILD_COMMAND = "cmake -S . -B build/cuda -DLOOPTRT_CUDA=ON && cmake --build build/cuda --parallel"
 
 # Arguments of every C function without its stream: pointer, int64 (q), int32 (i), float.
@@ -34,9 +34,11 @@ SIGNATURES = {
     "fenced_qk_norm": "ppppqiifi",
     "fenced_rope": "ppppppqqiiiiii",
     "fenced_silu_mul": "ppqii",
+    "packed_plane_attention": "pppppppppqiiiiiiiiiiifi",
     "compact_gather": "pppqqii",
     "compact_scatter": "ppppqqii",
     "position_keyed_noise": "pppqiffi",
+    "sample": "pppppppppqii",
     "plane_copy": "ppppppqiii",
     "update_tables": "ppppqiii",
 }
@@ -60,6 +62,7 @@ class Library:
             )
         self._library.looptrt_last_error_text.restype = ctypes.c_char_p
         self._library.looptrt_plane_copy_workspace_bytes.restype = ctypes.c_int64
+        self._library.looptrt_packed_plane_attention_workspace_bytes.restype = ctypes.c_int64
         for name, signature in SIGNATURES.items():
             getattr(self._library, f"looptrt_{name}").argtypes = [
                 *(_TYPES[letter] for letter in signature),
@@ -86,6 +89,17 @@ class Library:
         function = self._library.looptrt_plane_copy_workspace_bytes
         return int(function(ctypes.c_int64(num_copies), *map(ctypes.c_int32, rest)))
 
+    def packed_plane_attention_workspace_bytes(self, *sizes: int) -> int:
+        """Bytes of scratch memory that `packed_plane_attention` needs.
+
+        Args:
+            sizes: rows, sequences, pages of a sequence, heads, kv heads, head_dim, page size
+                and number of the dtype. More never need less.
+        """
+        num_rows, *rest = sizes
+        function = self._library.looptrt_packed_plane_attention_workspace_bytes
+        return int(function(ctypes.c_int64(num_rows), *map(ctypes.c_int32, rest)))
+
 
 class _Process:
     """The one library of this process."""
@@ -111,13 +125,18 @@ def load(path: Path | None = None) -> Library:
         PluginError: there is none, it cannot be opened, or another one is open already.
     """
     if _Process.library is None:
-        _Process.library = Library(path or _found())
+        _Process.library = Library(path or find_library())
     elif path is not None and path.resolve() != _Process.library.path:
         raise PluginError(f"{path}: {_Process.library.path} is open in this process already")
     return _Process.library
 
 
-def _found() -> Path:
+def find_library() -> Path:
+    """The first of `places()` that exists.
+
+    Raises:
+        PluginError: none does; says how to build it.
+    """
     for place in places():
         if place.is_file():
             return place
@@ -245,6 +264,42 @@ def fenced_silu_mul(gate_up: Tensor) -> Tensor:
     return y
 
 
+def packed_plane_attention(
+    qkv: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    seq_slots: Tensor,
+    block_table: Tensor,
+    kv_pool: Tensor,
+    plane: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    unit_slots: int,
+    row: int,
+    slot: int,
+    scale: float,
+) -> Tensor:
+    """See `reference.packed_plane_attention`, but for what a kernel cannot raise.
+
+    A row whose position, slot or table row is out of range gives NaN; a token whose unit is
+    null or outside the pool is not stored and reads as zeros.
+    """
+    attended = qkv.new_empty(len(qkv), num_heads * head_dim)
+    heads, dtype = (num_heads, num_kv_heads, head_dim), _DTYPES[qkv.dtype]
+    sizes = len(qkv), len(seq_slots), block_table.shape[2]
+    num_bytes = attention_workspace_bytes(*sizes, heads, page_size, qkv.dtype)
+    workspace = torch.empty(num_bytes, dtype=torch.uint8, device=qkv.device)
+    tensors = (attended, qkv, positions, cu_seqlens, seq_slots, block_table, kv_pool, plane)
+    shapes = len(qkv), len(seq_slots), *block_table.shape
+    place = page_size, unit_slots, row, slot
+    name = "packed_plane_attention"
+    _enqueue(name, *tensors, workspace, *shapes, *heads, *place, scale, dtype)
+    return attended
+
+
 def compact_gather(x: Tensor, rows: Tensor) -> Tensor:
     """See `reference.compact_gather`; a row outside x reads as NaN instead of an error."""
     gathered = x.new_empty(len(rows), x.shape[1])
@@ -271,6 +326,19 @@ def position_keyed_noise(
     return drawn
 
 
+def attention_workspace_bytes(
+    num_rows: int,
+    num_sequences: int,
+    max_pages: int,
+    heads: tuple[int, int, int],
+    page_size: int,
+    dtype: torch.dtype,
+) -> int:
+    """Scratch memory that `packed_plane_attention` takes; heads as its three attributes."""
+    sizes = num_sequences, max_pages, *heads, page_size, _DTYPES[dtype]
+    return load().packed_plane_attention_workspace_bytes(num_rows, *sizes)
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
     function.__name__: function
     for function in (
@@ -282,6 +350,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         fenced_rope,
         fenced_bias_rope,
         fenced_silu_mul,
+        packed_plane_attention,
         compact_gather,
         compact_scatter,
         position_keyed_noise,
@@ -334,6 +403,54 @@ def update_tables(block_table: Tensor, slots: Tensor, pages: Tensor, units: Tens
     _check("update_tables", "units", units, torch.int32, (len(slots), num_rows))
     operands = block_table, slots, pages, units
     _enqueue("update_tables", *operands, len(slots), max_slots, num_rows, max_pages)
+
+
+def sample(
+    logits: Tensor,
+    temperatures: Tensor,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    min_ps: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Choose a token for every row, as `runtime/sampler.py` does for rows without edits.
+
+    Args:
+        logits: [n, vocab] float32, bfloat16 or float16.
+        temperatures: [n] float64; 0 takes the most likely token, the smallest id of equal ones.
+        top_ks: [n] int32, 0 for all tokens.
+        top_ps: [n] float64.
+        min_ps: [n] float64.
+        seeds: [n] int64, the bits of the unsigned seeds.
+        positions: [n] int32 of the rows' own tokens.
+
+    Returns:
+        [n] int32 token ids, and [n] int32 that are 1 where logits are not all finite; the
+        token is 0 there.
+
+    Raises:
+        PluginError: operands of the wrong shape or dtype, or a vocabulary above 2**19.
+    """
+    _check("sample", "logits", logits, logits.dtype, (len(logits), logits.shape[-1]))
+    if logits.dtype not in _DTYPES:
+        raise operand_error("sample", "logits", " or ".join(map(str, _DTYPES)), logits.dtype)
+    kinds = {
+        "temperatures": (temperatures, torch.float64),
+        "top_ks": (top_ks, torch.int32),
+        "top_ps": (top_ps, torch.float64),
+        "min_ps": (min_ps, torch.float64),
+        "seeds": (seeds, torch.int64),
+        "positions": (positions, torch.int32),
+    }
+    for name, (operand, dtype) in kinds.items():
+        _check("sample", name, operand, dtype, (len(logits),))
+    tokens, failed = (
+        torch.empty(len(logits), dtype=torch.int32, device=logits.device) for _ in range(2)
+    )
+    rows = [operand for operand, _ in kinds.values()]
+    _enqueue("sample", tokens, failed, logits, *rows, *logits.shape, _DTYPES[logits.dtype])
+    return tokens, failed
 
 
 def _check(op: str, name: str, operand: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -1,19 +1,21 @@
 """The operators of `schema.OPS` as `torch.ops.looptrt.*`, registered on import.
 
-Owns operand checks and result shapes, both read off the schema; leaves arithmetic to
-`reference` on the CPU and to `launch` on CUDA, where the plugin library is opened by the first
-call. Invariant: one registration a process, however often this is imported.
+Owns operand checks, result shapes (both read off the schema) and which operators a process
+runs unfused on CUDA; leaves arithmetic to `reference` on the CPU and to `launch` on CUDA, where
+the plugin library is opened by the first call. Invariant: one registration a process, however
+often this is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from looptrt.plugins import launch, reference, schema
+from looptrt.plugins import launch, reference, schema, unfused
 from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
 
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -94,16 +96,40 @@ def _checked(op: OpSchema) -> Callable[..., Any]:
 
 
 def _launched(op: OpSchema) -> Callable[..., Any]:
-    """CUDA kernel: the launcher behind operand checks."""
-    function = launch.OPERATORS[op.name]
+    """CUDA kernel: the launcher, or the unfused form, behind operand checks."""
 
     def run(*operands: Tensor, **attributes: float) -> Any:  # noqa: ANN401 - one or two tensors
         bind(op, operands, attributes)
         for tensor, operand in zip(op.inputs, operands, strict=True):
             launch.check_placement(op.name, tensor.name, operand, operands[0].device)
-        return function(*operands, **attributes)
+        return cuda_form(op.name)(*operands, **attributes)
 
     return run
+
+
+_unfused: set[str] = set()
+
+
+def cuda_form(name: str) -> Callable[..., Any]:
+    """What runs an operator on CUDA now: its launcher, or torch operators where so decided."""
+    return unfused.FORMS[name] if name in _unfused else launch.OPERATORS[name]
+
+
+def use_unfused(names: Iterable[str]) -> None:
+    """Run these operators op by op on CUDA from now on, in the whole process."""
+    _unfused.update(names)
+
+
+@contextmanager
+def running_unfused(names: Iterable[str]) -> Iterator[None]:
+    """Run these operators op by op on CUDA within the block."""
+    before = set(_unfused)
+    use_unfused(names)
+    try:
+        yield
+    finally:
+        _unfused.clear()
+        _unfused.update(before)
 
 
 def _fake(op: OpSchema) -> Callable[..., Any]:
@@ -126,8 +152,7 @@ def _register() -> torch.library.Library:
     for op in schema.OPS:
         library.define(schema.torch_schema(op))
         library.impl(op.name, _checked(op), "CPU")
-        if op.name in launch.OPERATORS:
-            library.impl(op.name, _launched(op), "CUDA")
+        library.impl(op.name, _launched(op), "CUDA")
         torch.library.register_fake(f"{NAMESPACE}::{op.name}", _fake(op), lib=library)
     return cast("torch.library.Library", library)
 

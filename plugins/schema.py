@@ -88,6 +88,28 @@ class Dim:
         return Dim(symbol, int(times or 1), int(plus or 0))
 
 
+@dataclass(frozen=True)
+class DerivedSize:
+    """A size that follows from attributes.
+
+    It is (heads * num_heads + kv_heads * num_kv_heads + plus) * head_dim // by.
+    """
+
+    heads: int = 0
+    kv_heads: int = 0
+    plus: int = 0
+    by: int = 1
+
+
+DERIVED_SIZES = {
+    "Q": DerivedSize(heads=1),
+    "K": DerivedSize(kv_heads=1),
+    "QK": DerivedSize(heads=1, kv_heads=1),
+    "QKV": DerivedSize(heads=1, kv_heads=2),
+    "PAIRS": DerivedSize(plus=1, by=2),
+}
+
+
 def derived_sizes(attributes: Mapping[str, float]) -> dict[str, int]:
     """Sizes that follow from attributes: the widths of packed projections, pairs of a head."""
     if "num_heads" not in attributes:
@@ -96,11 +118,8 @@ def derived_sizes(attributes: Mapping[str, float]) -> dict[str, int]:
         int(attributes[name]) for name in ("num_heads", "num_kv_heads", "head_dim")
     )
     return {
-        "Q": heads * head_dim,
-        "K": kv_heads * head_dim,
-        "QK": (heads + kv_heads) * head_dim,
-        "QKV": (heads + 2 * kv_heads) * head_dim,
-        "PAIRS": head_dim // 2,
+        symbol: (size.heads * heads + size.kv_heads * kv_heads + size.plus) * head_dim // size.by
+        for symbol, size in DERIVED_SIZES.items()
     }
 
 

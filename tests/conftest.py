@@ -22,6 +22,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="fail the GPU tests that would be skipped",
     )
+    parser.addoption(
+        "--tensorrt-include",
+        metavar="DIR",
+        help="headers of a TensorRT SDK, to compare our declarations with",
+    )
 
 
 def _gpus_needed(item: pytest.Item) -> int:

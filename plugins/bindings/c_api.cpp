@@ -8,8 +8,10 @@
 #include "fenced_rope.cuh"
 #include "fenced_silu_mul.cuh"
 #include "looptrt/plugins.h"
+#include "packed_plane_attention.cuh"
 #include "plane_copy.cuh"
 #include "position_keyed_noise.cuh"
+#include "sampling.cuh"
 #include "update_tables.cuh"
 
 namespace {
@@ -152,6 +154,58 @@ int looptrt_fenced_silu_mul(void* y, void const* gate_up, int64_t num_tokens, in
   return report(looptrt::launchFencedSiluMul(p, asStream(stream)));
 }
 
+int64_t looptrt_packed_plane_attention_workspace_bytes(int64_t num_rows, int32_t num_sequences,
+                                                       int32_t max_pages, int32_t num_heads,
+                                                       int32_t num_kv_heads, int32_t head_dim,
+                                                       int32_t page_size, int32_t dtype) {
+  looptrt::PackedPlaneAttentionParams p{};
+  p.num_rows = num_rows;
+  p.num_sequences = num_sequences;
+  p.max_pages = max_pages;
+  p.num_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = head_dim;
+  p.page_size = page_size;
+  p.dtype = static_cast<DType>(dtype);
+  return static_cast<int64_t>(looptrt::packedPlaneAttentionWorkspaceBytes(p));
+}
+
+int looptrt_packed_plane_attention(void* attended, void const* qkv, int32_t const* positions,
+                                   int32_t const* cu_seqlens, int32_t const* seq_slots,
+                                   int32_t const* block_table, int64_t const* kv_pool,
+                                   int32_t const* plane, void* workspace, int64_t num_rows,
+                                   int32_t num_sequences, int32_t max_slots, int32_t table_rows,
+                                   int32_t max_pages, int32_t num_heads, int32_t num_kv_heads,
+                                   int32_t head_dim, int32_t page_size, int32_t unit_slots,
+                                   int32_t row, int32_t slot, float scale, int32_t dtype,
+                                   void* stream) {
+  looptrt::PackedPlaneAttentionParams p{};
+  p.attended = attended;
+  p.qkv = qkv;
+  p.positions = positions;
+  p.cu_seqlens = cu_seqlens;
+  p.seq_slots = seq_slots;
+  p.block_table = block_table;
+  p.kv_pool = kv_pool;
+  p.plane = plane;
+  p.workspace = workspace;
+  p.num_rows = num_rows;
+  p.num_sequences = num_sequences;
+  p.max_slots = max_slots;
+  p.table_rows = table_rows;
+  p.max_pages = max_pages;
+  p.num_heads = num_heads;
+  p.num_kv_heads = num_kv_heads;
+  p.head_dim = head_dim;
+  p.page_size = page_size;
+  p.unit_slots = unit_slots;
+  p.row = row;
+  p.slot = slot;
+  p.scale = scale;
+  p.dtype = static_cast<DType>(dtype);
+  return report(looptrt::launchPackedPlaneAttention(p, asStream(stream)));
+}
+
 int looptrt_compact_gather(void* gathered, void const* x, int32_t const* rows, int64_t num_tokens,
                            int64_t num_rows, int32_t hidden, int32_t dtype, void* stream) {
   looptrt::CompactGatherParams p{};
@@ -193,6 +247,26 @@ int looptrt_position_keyed_noise(void* noise, int32_t const* positions, int64_t 
   p.scale = scale;
   p.dtype = static_cast<DType>(dtype);
   return report(looptrt::launchPositionKeyedNoise(p, asStream(stream)));
+}
+
+int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits, double const* temperatures,
+                   int32_t const* top_ks, double const* top_ps, double const* min_ps,
+                   int64_t const* seeds, int32_t const* positions, int64_t num_rows, int32_t vocab,
+                   int32_t dtype, void* stream) {
+  looptrt::SamplingParams p{};
+  p.tokens = tokens;
+  p.failed = failed;
+  p.logits = logits;
+  p.temperatures = temperatures;
+  p.top_ks = top_ks;
+  p.top_ps = top_ps;
+  p.min_ps = min_ps;
+  p.seeds = seeds;
+  p.positions = positions;
+  p.num_rows = num_rows;
+  p.vocab = vocab;
+  p.dtype = static_cast<DType>(dtype);
+  return report(looptrt::launchSampling(p, asStream(stream)));
 }
 
 int64_t looptrt_plane_copy_workspace_bytes(int64_t num_copies, int32_t unit_slots,

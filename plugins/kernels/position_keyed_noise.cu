@@ -3,6 +3,7 @@
 #include "looptrt/dispatch.cuh"
 #include "looptrt/fence.cuh"
 #include "looptrt/launch.cuh"
+#include "looptrt/mix64.cuh"
 #include "looptrt/noise_constants.cuh"
 #include "position_keyed_noise.cuh"
 
@@ -10,12 +11,6 @@ namespace looptrt {
 namespace {
 
 constexpr int kBlock = 256;
-
-__device__ __forceinline__ uint64_t mix64(uint64_t x) {
-  x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
-  x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
-  return x ^ (x >> 31);
-}
 
 // Polynomial with the constant term first, from the highest term down.
 template <int kSize>

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from looptrt import manifest as manifest_module
 from looptrt.builder.build import BuildConfig, build
 from looptrt.errors import ManifestError
-from looptrt.manifest import Manifest
+from looptrt.manifest import EngineFile, Manifest, ShapeRange
 from tests.support.checkpoints import tiny_huginn
 
 Edit = Callable[[dict[str, Any]], object]
@@ -55,3 +57,63 @@ def test_formatting_is_no_edit(built: Path, tmp_path: Path) -> None:
     path = tmp_path / "e" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()), indent=7))
     assert Manifest.load(tmp_path / "e") == Manifest.load(built)
+
+
+# A manifest with engines that checks out but for one thing: whoever wrote it computed its sum.
+
+
+def compiled(built: Path) -> dict[str, Any]:
+    """The manifest as it would be with a compiled engine of each phase."""
+    manifest = Manifest.load(built)
+    phases = {}
+    for name, graph in manifest.phases.items():
+        sizes = {item: ShapeRange((1,), (2,), (3,)) for item in graph.inputs}
+        file = f"rank0.{name}.engine"
+        engine = EngineFile(file, "1.7", ("8.9",), {"fenced_rope": 3}, "s", "l", {"decode": sizes})
+        phases[name] = replace(graph, engine=engine)
+    files = manifest.files | {f"rank0.{name}.engine": ("0" * 64, 1) for name in phases}
+    changed = replace(manifest, backend="tensorrt_rtx", phases=phases, files=files)
+    return dict(json.loads(json.dumps(changed.to_json())))
+
+
+def engine_of(data: dict[str, Any]) -> dict[str, Any]:
+    engine: dict[str, Any] = data["looptrt"]["phases"]["core"]["engine"]
+    return engine
+
+
+def read(data: dict[str, Any]) -> Manifest:
+    data["looptrt"]["checksum"] = manifest_module._checksum(data)
+    return Manifest.from_json(data, Path("config.json"))
+
+
+def test_engines_come_back_as_they_were_written(built: Path) -> None:
+    data = compiled(built)
+    engine = read(data).phases["core"].engine
+    assert engine is not None
+    assert engine.profiles["decode"]["plane"] == ShapeRange((1,), (2,), (3,))
+    assert json.loads(json.dumps(read(data).to_json())) == data
+
+
+ENGINE_EDITS: dict[str, Edit] = {
+    "no file": lambda d: engine_of(d).pop("file"),
+    "unknown key": lambda d: engine_of(d).update(more=1),
+    "file not listed": lambda d: engine_of(d).update(file="other.engine"),
+    "file elsewhere": lambda d: engine_of(d).update(file="../rank0.core.engine"),
+    "capabilities": lambda d: engine_of(d).update(compute_capabilities=[8.9]),
+    "plugin count": lambda d: engine_of(d)["plugins"].update(fenced_rope="3"),
+    "no profiles": lambda d: engine_of(d).update(profiles={}),
+    "profile of other inputs": lambda d: engine_of(d)["profiles"]["decode"].pop("plane"),
+    "profile without max": lambda d: engine_of(d)["profiles"]["decode"]["plane"].pop("max"),
+    "size": lambda d: engine_of(d)["profiles"]["decode"]["plane"].update(max=[1.5]),
+    "an engine less": lambda d: d["looptrt"]["phases"]["core"].update(engine=None),
+    "engines of pytorch": lambda d: d["looptrt"].update(backend="pytorch"),
+    "unknown backend": lambda d: d["looptrt"].update(backend="cuda"),
+}
+
+
+@pytest.mark.parametrize("edit", ENGINE_EDITS.values(), ids=ENGINE_EDITS)
+def test_an_engine_that_makes_no_sense_is_refused(built: Path, edit: Edit) -> None:
+    data = compiled(built)
+    edit(data)
+    with pytest.raises(ManifestError, match="malformed manifest"):
+        read(data)

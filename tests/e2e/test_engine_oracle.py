@@ -423,9 +423,10 @@ def test_logits_that_are_not_finite_end_that_request_alone(
 def test_prefill_in_one_process_and_decode_in_another(engine_of: Build, tmp_path: Path) -> None:
     """Case B2 (f): pages computed by another process give the answer of one engine alone."""
     engine_dir, oracle = engine_of("huginn")
-    prompt, dump = prompt_of(37), tmp_path / "pages.pt"
+    prompt, dump, config = prompt_of(37), tmp_path / "pages.pt", Harness.CONFIG
     subprocess.run(
-        [sys.executable, "-c", PREFILL, engine_dir, dump, json.dumps(prompt)], check=True
+        [sys.executable, "-c", PREFILL, engine_dir, dump, *map(json.dumps, (prompt, config))],
+        check=True,
     )
     alone = Harness(engine_dir)
     alone.add(prompt, 12, noise_seed=7)
@@ -455,7 +456,7 @@ from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.request import Request
 import numpy as np
 
-core = EngineCore(Path(sys.argv[1]), EngineConfig())
+core = EngineCore(Path(sys.argv[1]), EngineConfig(**json.loads(sys.argv[4])))
 prompt = np.array(json.loads(sys.argv[3]), np.int32)
 core.add_request(Request(0, prompt, 1, (), 4, 4, noise_seed=7))
 while core.has_work():

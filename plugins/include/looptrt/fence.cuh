@@ -69,6 +69,7 @@ struct Packed;
 
 template <>
 struct Packed<__nv_bfloat16> {
+  static constexpr uint32_t kExponent = 0x7f80;  // all ones: infinity or NaN
   __device__ __forceinline__ static uint32_t roundTo(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -88,6 +89,7 @@ struct Packed<__nv_bfloat16> {
 
 template <>
 struct Packed<__half> {
+  static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
   __device__ __forceinline__ static uint32_t roundTo(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

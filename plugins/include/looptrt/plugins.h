@@ -15,7 +15,7 @@ extern "C" {
 #define LOOPTRT_API __attribute__((visibility("default")))
 
 // Raised with every change of a signature below.
-#define LOOPTRT_PLUGINS_ABI 1
+#define LOOPTRT_PLUGINS_ABI 2
 
 LOOPTRT_API int looptrt_abi_version(void);
 LOOPTRT_API char const* looptrt_last_error_text(void);
@@ -49,6 +49,18 @@ LOOPTRT_API int looptrt_fenced_rope(void* rotated, void const* qkv, void const* 
 LOOPTRT_API int looptrt_fenced_silu_mul(void* y, void const* gate_up, int64_t num_tokens,
                                         int32_t width, int32_t dtype, void* stream);
 
+// Grows with every size: the bytes for the largest shapes serve all smaller ones.
+LOOPTRT_API int64_t looptrt_packed_plane_attention_workspace_bytes(
+    int64_t num_rows, int32_t num_sequences, int32_t max_pages, int32_t num_heads,
+    int32_t num_kv_heads, int32_t head_dim, int32_t page_size, int32_t dtype);
+LOOPTRT_API int looptrt_packed_plane_attention(
+    void* attended, void const* qkv, int32_t const* positions, int32_t const* cu_seqlens,
+    int32_t const* seq_slots, int32_t const* block_table, int64_t const* kv_pool,
+    int32_t const* plane, void* workspace, int64_t num_rows, int32_t num_sequences,
+    int32_t max_slots, int32_t table_rows, int32_t max_pages, int32_t num_heads,
+    int32_t num_kv_heads, int32_t head_dim, int32_t page_size, int32_t unit_slots, int32_t row,
+    int32_t slot, float scale, int32_t dtype, void* stream);
+
 LOOPTRT_API int looptrt_compact_gather(void* gathered, void const* x, int32_t const* rows,
                                        int64_t num_tokens, int64_t num_rows, int32_t hidden,
                                        int32_t dtype, void* stream);
@@ -59,6 +71,12 @@ LOOPTRT_API int looptrt_position_keyed_noise(void* noise, int32_t const* positio
                                              int64_t const* seeds, int64_t num_tokens,
                                              int32_t hidden, float std, float scale, int32_t dtype,
                                              void* stream);
+
+LOOPTRT_API int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits,
+                               double const* temperatures, int32_t const* top_ks,
+                               double const* top_ps, double const* min_ps, int64_t const* seeds,
+                               int32_t const* positions, int64_t num_rows, int32_t vocab,
+                               int32_t dtype, void* stream);
 
 LOOPTRT_API int64_t looptrt_plane_copy_workspace_bytes(int64_t num_copies, int32_t unit_slots,
                                                        int32_t page_size, int32_t token_bytes);

@@ -1,0 +1,118 @@
+// What the kernels of packed_plane_attention know of a call, and which rows each of them takes.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "looptrt/launch.cuh"
+#include "looptrt/paged_kv.cuh"
+#include "packed_plane_attention.cuh"
+#include "packed_plane_attention_splits.h"
+
+namespace looptrt {
+
+struct AttentionArgs {
+  PackedPlaneAttentionParams p;
+  LayerSlot layer;
+  PageDivider pages;
+  int32_t element_bytes;  // of dtype
+  int32_t max_positions;  // of a sequence
+  int32_t max_splits;     // of a row
+  int32_t group;          // query heads of a kv head
+  int32_t rows_a_tile;    // rows of a sequence in a decode tile, at least 1
+  int32_t heads_a_tile;   // heads of a group in a decode tile, at most 16
+  int32_t head_tiles;     // decode tiles of a group
+  float scale;            // with log2(e) in it
+  bool decodes_all;       // the decode kernel takes sequences with many rows too
+  int32_t num_sms;
+  int32_t shared_bytes;  // a block may have
+
+  // Partial results have a place for every row, or, where that is less, for as many rows of a
+  // sequence as a decode tile has.
+  __host__ __device__ int64_t partialRows() const {
+    int64_t const tiles = int64_t{p.num_sequences} * rows_a_tile;
+    return p.num_rows <= tiles ? p.num_rows : tiles;
+  }
+  __host__ __device__ bool hasPartialOfEveryRow() const { return partialRows() == p.num_rows; }
+};
+
+// All rows, one warp a row and head; stores K and V first. Any dtype, head_dim up to 256.
+[[nodiscard]] cudaError_t launchGenericAttention(AttentionArgs const& args, cudaStream_t stream);
+// Sequences with few rows, their splits side by side, then the fold of the splits.
+[[nodiscard]] cudaError_t launchDecodeAttention(AttentionArgs const& args, cudaStream_t stream);
+// Sequences with more rows.
+[[nodiscard]] cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream);
+
+constexpr int kMaxHeadDim = 256;
+
+#ifdef __CUDACC__
+
+struct RowRange {
+  int32_t begin, end;
+};
+
+// A sequence's rows; never outside the call's.
+__device__ __forceinline__ RowRange rowsOf(AttentionArgs const& args, int32_t sequence) {
+  int32_t const num_rows = static_cast<int32_t>(args.p.num_rows);
+  int32_t const begin = min(max(args.p.cu_seqlens[sequence], 0), num_rows);
+  int32_t const end = min(max(args.p.cu_seqlens[sequence + 1], begin), num_rows);
+  return {begin, end};
+}
+
+// Sequence of a row, by bisection; num_sequences for a row of none.
+__device__ __forceinline__ int32_t sequenceOf(AttentionArgs const& args, int32_t row) {
+  int32_t low = 0;  // the first sequence that ends after row is in low..high
+  int32_t high = args.p.num_sequences;
+  while (low < high) {
+    int32_t const middle = low + (high - low) / 2;
+    if (args.p.cu_seqlens[middle + 1] > row) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return low;
+}
+
+// A sequence's unit ids, page by page; null if its slot or table row is out of range.
+__device__ __forceinline__ int32_t const* tableOf(AttentionArgs const& args, int32_t sequence) {
+  int64_t const slot = args.p.seq_slots[sequence];
+  int64_t const row = int64_t{args.p.row} + args.p.plane[0];
+  if (slot < 0 || slot >= args.p.max_slots || row < 0 || row >= args.p.table_rows) return nullptr;
+  return args.p.block_table + (slot * args.p.table_rows + row) * args.p.max_pages;
+}
+
+__device__ __forceinline__ bool isPosition(AttentionArgs const& args, int32_t position) {
+  return position >= 0 && position < args.max_positions;
+}
+
+// A position inside the table, for what must not leave it.
+__device__ __forceinline__ int32_t clampPosition(AttentionArgs const& args, int32_t position) {
+  return min(max(position, 0), args.max_positions - 1);
+}
+
+__device__ __forceinline__ bool hasFewRows(AttentionArgs const& args, int32_t num_rows) {
+  return args.decodes_all || num_rows <= args.rows_a_tile;
+}
+
+// Offset of a position's K in the pool, in elements; -1 where its unit is null.
+__device__ __forceinline__ int64_t kvOffset(AttentionArgs const& args, int32_t const* table,
+                                            int64_t num_units, int32_t position, int32_t kv_head) {
+  int32_t const unit = unitOf(table, args.pages.page(position), num_units);
+  return unit == 0 ? -1 : args.layer.offset(unit, args.pages.token(position), kv_head);
+}
+
+// Elements of a row of qkv, and where its K starts; V follows after num_kv_heads * head_dim.
+__device__ __forceinline__ int64_t qkvWidth(AttentionArgs const& args) {
+  return int64_t{args.p.num_heads + 2 * args.p.num_kv_heads} * args.p.head_dim;
+}
+
+__device__ __forceinline__ int64_t newKeyOffset(AttentionArgs const& args, int32_t row,
+                                                int32_t kv_head) {
+  return row * qkvWidth(args) + int64_t{args.p.num_heads + kv_head} * args.p.head_dim;
+}
+
+#endif
+
+}  // namespace looptrt

@@ -1,0 +1,304 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+
+#include "looptrt/dispatch.cuh"
+#include "packed_plane_attention_forms.cuh"
+#include "packed_plane_attention_source.cuh"
+#include "packed_plane_attention_tile.cuh"
+
+namespace looptrt {
+namespace {
+
+constexpr int kMaxWarps = 12;  // of a block, as many as shared memory has place for
+constexpr int kStages = 2;     // tiles of K and V in shared memory
+constexpr int kStaticBytes = 2 * kTileKeys * (sizeof(KeySource) + sizeof(void*)) + 128;
+
+template <int kHeadDim>
+constexpr int kTileBytes = kTileKeys * TileLayout<kHeadDim>::kRowBytes;
+// Queries of a warp and what it has folded.
+template <int kHeadDim>
+constexpr int kWarpBytes =
+    kRowsAWarp * (TileLayout<kHeadDim>::kRowBytes + kHeadDim * int{sizeof(float)});
+
+struct QueryTile {
+  int32_t sequence;  // -1: no such tile
+  int32_t const* table;
+  RowRange sequence_rows;
+  RowRange rows;
+};
+
+// The index-th tile of all sequences with more than a few rows. Tiles are cut from a sequence's end
+// on: the last rows, which see the most keys, come first and fill a tile. Every warp finds it.
+__device__ __forceinline__ QueryTile findTile(AttentionArgs const& args, int rows_a_tile,
+                                              int index) {
+  int const lane = threadIdx.x % 32;
+  for (int base = 0; base < args.p.num_sequences; base += 32) {
+    RowRange rows{0, 0};
+    int32_t const* table = nullptr;
+    if (base + lane < args.p.num_sequences) {
+      rows = rowsOf(args, base + lane);
+      table = tableOf(args, base + lane);
+    }
+    int const count = rows.end - rows.begin;
+    int const tiles = hasFewRows(args, count) ? 0 : (count + rows_a_tile - 1) / rows_a_tile;
+    int through = tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int const before = __shfl_up_sync(0xffffffffu, through, step);
+      if (lane >= step) through += before;
+    }
+    uint32_t const after = __ballot_sync(0xffffffffu, through > index);
+    if (after != 0) {
+      int const owner = __ffs(after) - 1;
+      int const tile = index - __shfl_sync(0xffffffffu, through - tiles, owner);
+      QueryTile found;
+      found.sequence = base + owner;
+      found.table = reinterpret_cast<int32_t const*>(
+          __shfl_sync(0xffffffffu, reinterpret_cast<uint64_t>(table), owner));
+      found.sequence_rows.begin = __shfl_sync(0xffffffffu, rows.begin, owner);
+      found.sequence_rows.end = __shfl_sync(0xffffffffu, rows.end, owner);
+      found.rows.end = found.sequence_rows.end - tile * rows_a_tile;
+      found.rows.begin = max(found.rows.end - rows_a_tile, found.sequence_rows.begin);
+      return found;
+    }
+    index -= __shfl_sync(0xffffffffu, through, 31);
+  }
+  return {-1, nullptr, {0, 0}, {0, 0}};
+}
+
+// 16 rows a warp of a sequence and one query head; keys in tiles of 64, copied one tile ahead.
+// Grid: x query heads, y tiles. The number of warps changes no bits.
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kMaxWarps * 32, 1)
+    prefillAttentionKernel(AttentionArgs const args) {
+  using Layout = TileLayout<kHeadDim>;
+  constexpr int kChunks = Layout::kChunks;
+  constexpr int kColumns = kHeadDim / 8;
+
+  extern __shared__ __align__(128) char shared[];
+  __shared__ KeySource sources[2][kTileKeys];
+  __shared__ T* places[2][kTileKeys];  // where the block's own K is to be stored, or null
+  __shared__ uint32_t non_finite[2][2];
+  PackedPlaneAttentionParams const& p = args.p;
+  int const thread = threadIdx.x;
+  int const num_threads = blockDim.x;
+  int const rows_a_tile = num_threads / 32 * kRowsAWarp;
+  int const warp = thread / 32;
+  int const lane = thread % 32;
+  char* const stages = shared;
+  char* const query_tile = stages + kStages * 2 * kTileBytes<kHeadDim>;
+  // What the thread's rows have folded: a column pair of rows g and g + 8 each.
+  float4* const totals = reinterpret_cast<float4*>(query_tile + rows_a_tile * Layout::kRowBytes) +
+                         warp * kColumns * 32 + lane;
+
+  waitForInputs();
+  QueryTile const tile = findTile(args, rows_a_tile, blockIdx.y);
+  if (tile.sequence < 0) return;
+  int const head = blockIdx.x;
+  auto const* const qkv = static_cast<T const*>(p.qkv);
+  int const last_row = tile.rows.end - 1;
+  for (int item = thread; item < rows_a_tile * kChunks; item += num_threads) {
+    int const row = item / kChunks;
+    int const chunk = item - row * kChunks;
+    int64_t const from = min(tile.rows.begin + row, last_row) * qkvWidth(args) + head * kHeadDim;
+    copyAsync16(sharedAddress(query_tile) + Layout::byteOffset(row, chunk), qkv + from + chunk * 8);
+  }
+  int const kv_head = head / args.group;
+  bool const stores = head == kv_head * args.group;
+  int const block_first = p.positions[tile.rows.begin];
+  KeyLookup const lookup{tile.table, tile.sequence_rows, p.positions[tile.sequence_rows.begin],
+                         kv_head};
+  KeyLookup const own{tile.table, tile.rows, block_first, kv_head};
+  int const last_position = clampPosition(args, p.positions[last_row]);
+  int const num_tiles = last_position / kTileKeys + 1;
+  auto const findKey = [&](int key) { return sourceOf<T>(args, lookup, key, last_position); };
+  auto const hasOwn = [&](int index) {
+    return stores && index * kTileKeys + kTileKeys - 1 >= block_first;
+  };
+  auto const findPlace = [&](int key) {
+    return key > last_position ? nullptr : placeOf<T>(args, own, key);
+  };
+  auto const copyTile = [&](int index) {
+    if (index < num_tiles) {
+      uint32_t const keys = sharedAddress(stages) + index % kStages * 2 * kTileBytes<kHeadDim>;
+      for (int item = thread; item < kTileKeys * kChunks; item += num_threads) {
+        int const key = item / kChunks;
+        int const chunk = item - key * kChunks;
+        KeySource const source = sources[index % 2][key];
+        uint32_t const to = keys + Layout::byteOffset(key, chunk);
+        copyAsync16(to, source.key + chunk);
+        copyAsync16(to + kTileBytes<kHeadDim>, source.value + chunk);
+      }
+    }
+    commitCopies();
+  };
+  auto const storeTile = [&](int index, char const* key_tile) {
+    for (int item = thread; item < kTileKeys * kChunks; item += num_threads) {
+      int const key = item / kChunks;
+      int const chunk = item - key * kChunks;
+      T* const place = places[index % 2][key];
+      if (place == nullptr) continue;
+      char const* const from = key_tile + Layout::byteOffset(key, chunk);
+      reinterpret_cast<uint4*>(place)[chunk] = *reinterpret_cast<uint4 const*>(from);
+      reinterpret_cast<uint4*>(place + args.layer.halfStride())[chunk] =
+          *reinterpret_cast<uint4 const*>(from + kTileBytes<kHeadDim>);
+    }
+  };
+
+  for (int item = thread; item < 2 * kTileKeys; item += num_threads) {
+    sources[item / kTileKeys][item % kTileKeys] = findKey(item);
+  }
+  // The last threads: the first ones have sources to find.
+  int const place_key = num_threads - 1 - thread;
+  if (hasOwn(0) && place_key < kTileKeys) places[0][place_key] = findPlace(place_key);
+  if (thread < 4) non_finite[thread / 2][thread % 2] = 0;
+  __syncthreads();
+  copyTile(0);
+  KeySource upcoming;  // of the tile after the next: asked for early, needed late
+  if (thread < kTileKeys) upcoming = findKey(2 * kTileKeys + thread);
+
+  // Rows past the tile's end repeat its last one and are not stored.
+  int const first_row = tile.rows.begin + warp * kRowsAWarp;
+  int const warp_first = p.positions[min(first_row, last_row)];
+  int const warp_last = p.positions[min(first_row + kRowsAWarp - 1, last_row)];
+  int positions[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    positions[half] = p.positions[min(first_row + lane / 4 + 8 * half, last_row)];
+  }
+
+  RowState total;
+  RowState state;
+  float sums[kColumns][4];
+  total.clear();
+  state.clear();
+#pragma unroll
+  for (int j = 0; j < kColumns; ++j) {
+    totals[j * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
+  }
+  auto const foldSplit = [&]() {
+    state.quadSum();
+    Fold const folds[2] = {{total.top[0], state.top[0]}, {total.top[1], state.top[1]}};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      total.top[half] = folds[half].top;
+      total.sum[half] = folds[half](total.sum[half], state.sum[half]);
+    }
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      float4& four = totals[j * 32];
+      four = make_float4(folds[0](four.x, sums[j][0]), folds[0](four.y, sums[j][1]),
+                         folds[1](four.z, sums[j][2]), folds[1](four.w, sums[j][3]));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
+    }
+    state.clear();
+  };
+
+  uint32_t const queries = sharedAddress(query_tile);
+  int split = 0;
+  int split_end = splitBegin(1);
+  for (int index = 0; index < num_tiles; ++index) {
+    int const first_key = index * kTileKeys;
+    waitForCopiesBut<0>();
+    __syncthreads();
+    copyTile(index + 1);
+    if (thread < kTileKeys) {
+      sources[index % 2][thread] = upcoming;
+      upcoming = findKey((index + 3) * kTileKeys + thread);
+    }
+    if (hasOwn(index + 1) && place_key < kTileKeys) {
+      places[(index + 1) % 2][place_key] = findPlace(first_key + kTileKeys + place_key);
+    }
+    char* const key_tile = stages + index % kStages * 2 * kTileBytes<kHeadDim>;
+    char* const value_tile = key_tile + kTileBytes<kHeadDim>;
+    if (hasOwn(index)) storeTile(index, key_tile);
+    uint2 found = make_uint2(0, 0);
+    if (first_key + kTileKeys - 1 > block_first) {
+      uint32_t* const noted = non_finite[index % 2];
+      removeNonFinite<T, kHeadDim>(value_tile, noted, thread, num_threads);
+      if (thread < 2) non_finite[(index + 1) % 2][thread] = 0;
+      __syncthreads();
+      found = make_uint2(noted[0], noted[1]);
+    }
+    if (first_key == split_end) {
+      foldSplit();
+      split_end = splitBegin(++split + 1);
+    }
+    if (first_key > warp_last) continue;
+
+    float scores[8][4];
+    multiplyKeys<T, kHeadDim>(
+        scores,
+        [&](int step, uint32_t (&a)[4]) {
+          loadMatrices(
+              a, queries + Layout::byteOffset(warp * kRowsAWarp + lane % 16, 2 * step + lane / 16));
+        },
+        sharedAddress(key_tile));
+    if (first_key + kTileKeys - 1 > warp_first) hideKeys(scores, first_key, positions);
+    float const fade[2] = {weigh(scores, state, args.scale, 0),
+                           weigh(scores, state, args.scale, 1)};
+    addValues<T, kHeadDim>(sums, fade, scores, sharedAddress(value_tile));
+    if ((found.x | found.y) != 0) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (seesOne(found, first_key, positions[half])) state.sum[half] = quietNan();
+      }
+    }
+  }
+  foldSplit();
+
+  auto* const attended = static_cast<T*>(p.attended);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int const row = first_row + lane / 4 + 8 * half;
+    if (row > last_row) continue;
+    bool const is_known = tile.table != nullptr && isPosition(args, positions[half]);
+    Normalise const normalise(is_known ? total.sum[half] : quietNan());
+    T* const to = attended + int64_t{row} * p.num_heads * kHeadDim + head * kHeadDim + lane % 4 * 2;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      float4 const four = totals[j * 32];
+      *reinterpret_cast<uint32_t*>(to + 8 * j) = Packed<T>::roundTo(
+          normalise(half == 0 ? four.x : four.z), normalise(half == 0 ? four.y : four.w));
+    }
+  }
+}
+
+template <typename T, int kHeadDim>
+cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
+  auto* const kernel = prefillAttentionKernel<T, kHeadDim>;
+  constexpr int kFixedBytes = kStages * 2 * kTileBytes<kHeadDim>;
+  int const warps =
+      std::min(kMaxWarps, (args.shared_bytes - kStaticBytes - kFixedBytes) / kWarpBytes<kHeadDim>);
+  if (warps * 32 < kTileKeys) return cudaErrorInvalidConfiguration;
+  int const bytes = kFixedBytes + warps * kWarpBytes<kHeadDim>;
+  if (cudaError_t error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+      error != cudaSuccess) {
+    return error;
+  }
+  int64_t const tiles = args.p.num_rows / (warps * kRowsAWarp) + args.p.num_sequences;
+  if (tiles > 65535) return cudaErrorInvalidValue;
+  dim3 const grid(args.p.num_heads, tiles);
+  return launchKernel(kernel, grid, warps * 32, stream, args, bytes, Start::kOverlapping);
+}
+
+}  // namespace
+
+cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream) {
+  return dispatchDType(args.p.dtype, [&](auto tag) -> cudaError_t {
+    using T = typename decltype(tag)::Type;
+    if constexpr (sizeof(T) == 2) {
+      if (args.p.head_dim == 64) return launch<T, 64>(args, stream);
+      if (args.p.head_dim == 96) return launch<T, 96>(args, stream);
+      if (args.p.head_dim == 128) return launch<T, 128>(args, stream);
+    }
+    return cudaErrorInvalidValue;
+  });
+}
+
+}  // namespace looptrt

@@ -1,0 +1,81 @@
+// Where the tensor-core kernels of packed_plane_attention read and store K and V.
+//
+// Tokens of this call are read from their rows of qkv, never from the pool: no block waits for
+// another one's stores. What is nowhere is read from zeros. So a copy is the same for every key.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "packed_plane_attention_forms.cuh"
+
+namespace looptrt {
+
+// K and V of no token: of the largest head_dim with a tensor-core kernel, in 16-bit elements.
+static __device__ uint4 zero_head[16];
+
+// K and V of a key and kv head, in chunks of 16 bytes.
+struct alignas(16) KeySource {
+  uint4 const* key;
+  uint4 const* value;
+};
+
+// A sequence as its keys are looked up.
+struct KeyLookup {
+  int32_t const* table;
+  RowRange rows;      // of this call
+  int32_t first_new;  // position of the first of them
+  int32_t kv_head;
+};
+
+// The row that stands at a position, or -1. Rows rise; most have no gaps.
+__device__ __forceinline__ int newRowAt(AttentionArgs const& args, KeyLookup const& lookup,
+                                        int position) {
+  int const likely = lookup.rows.begin + (position - lookup.first_new);
+  if (likely < lookup.rows.end && args.p.positions[likely] == position) return likely;
+  int low = lookup.rows.begin;
+  int high = lookup.rows.end - 1;
+  while (low < high) {
+    int const middle = (low + high) / 2;
+    if (args.p.positions[middle] >= position) {
+      high = middle;
+    } else {
+      low = middle + 1;
+    }
+  }
+  return args.p.positions[low] == position ? low : -1;
+}
+
+// Source of a key; zeros past last_key and where the key's unit is null.
+template <typename T>
+__device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KeyLookup const& lookup,
+                                              int key, int last_key) {
+  KeySource source{zero_head, zero_head};
+  if (key > last_key) return source;
+  int64_t offset = kvOffset(args, lookup.table, args.p.kv_pool[1], key, lookup.kv_head);
+  if (offset < 0) return source;
+  auto const* from = reinterpret_cast<T const*>(args.p.kv_pool[0]);
+  int64_t value_step = args.layer.halfStride();
+  int const row = key < lookup.first_new ? -1 : newRowAt(args, lookup, key);
+  if (row >= 0) {
+    from = static_cast<T const*>(args.p.qkv);
+    offset = newKeyOffset(args, row, lookup.kv_head);
+    value_step = args.layer.tokenStride();
+  }
+  source.key = reinterpret_cast<uint4 const*>(from + offset);
+  source.value = reinterpret_cast<uint4 const*>(from + offset + value_step);
+  return source;
+}
+
+// Where K of the token at a position inside the table is to be stored: null unless it is one of the
+// lookup's rows and its unit is not null. Its V lies args.layer.halfStride() elements on.
+template <typename T>
+__device__ __forceinline__ T* placeOf(AttentionArgs const& args, KeyLookup const& lookup,
+                                      int position) {
+  if (newRowAt(args, lookup, position) < 0) return nullptr;
+  int64_t const offset = kvOffset(args, lookup.table, args.p.kv_pool[1], position, lookup.kv_head);
+  return offset < 0 ? nullptr : reinterpret_cast<T*>(args.p.kv_pool[0]) + offset;
+}
+
+}  // namespace looptrt
