@@ -30,6 +30,20 @@ if not torch.cuda.is_available():
 names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 print(torch.version.cuda + " on " + ", ".join(names))
 """
+_LIBRARY = """
+from looptrt.errors import PluginError
+from looptrt.plugins import launch
+try:
+    print(launch.load().path)
+except PluginError as error:
+    raise SystemExit(str(error))
+"""
+_KERNELS = """
+from looptrt.runtime.device import why_no_gpu
+if reason := why_no_gpu():
+    raise SystemExit(reason)
+print("run on the first GPU")
+"""
 
 
 @dataclass(frozen=True)
@@ -52,6 +66,9 @@ def installed() -> list[Finding]:
         lambda: Finding("python", platform.python_version()),
         lambda: _module("torch"),
         lambda: _python("CUDA (torch)", _TORCH_CUDA),
+        lambda: _module("cuda.bindings"),
+        lambda: _python("plugin library", _LIBRARY),
+        lambda: _python("CUDA kernels", _KERNELS),
         lambda: _module("onnx"),
         lambda: _module("tensorrt"),
         lambda: _module("tensorrt_rtx"),
@@ -67,13 +84,13 @@ def installed() -> list[Finding]:
 def backends(findings: list[Finding]) -> list[Finding]:
     """Which backends can work here, by what was found."""
     by_name = {finding.name: finding for finding in findings}
-    torch, cuda = by_name["torch"], by_name["CUDA (torch)"]
+    torch, cuda, library = by_name["torch"], by_name["CUDA (torch)"], by_name["plugin library"]
     executor = _part("runtime.executor.tensorrt")
     return [
         Finding("pytorch on cpu", "works" if torch.found else None, torch.reason),
-        _first_lack("pytorch on cuda", [torch, cuda, _part("runtime.executor.cuda")]),
-        _first_lack("tensorrt", [by_name["tensorrt"], cuda, executor]),
-        _first_lack("tensorrt_rtx", [by_name["tensorrt_rtx"], cuda, executor]),
+        _first_lack("pytorch on cuda", [torch, cuda, library, by_name["CUDA kernels"]]),
+        _first_lack("tensorrt", [by_name["tensorrt"], cuda, library, executor]),
+        _first_lack("tensorrt_rtx", [by_name["tensorrt_rtx"], cuda, library, executor]),
     ]
 
 
@@ -90,9 +107,16 @@ def _part(name: str) -> Finding:
 
 
 def _module(name: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
+    if not _is_installed(name):
         return Finding(name, None, "not installed")
     return _python(name, f"import {name}; print(getattr({name}, '__version__', 'installed'))")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the package that it is in
+        return False
 
 
 def _python(name: str, program: str) -> Finding:

@@ -56,6 +56,10 @@ class Executor(ABC):
     def to_device(self, array: np.ndarray) -> torch.Tensor:
         """Stage a host array for the phases."""
 
+    def stage(self, arrays: Mapping[str, np.ndarray]) -> Tensors:
+        """Stage host arrays that are needed together; a backend may move them in one piece."""
+        return {name: self.to_device(array) for name, array in arrays.items()}
+
     @abstractmethod
     def kv_tensors(self) -> Tensors:
         """`block_table` [slots, rows, pages] and `kv_pool` [2] (address, units)."""
@@ -67,6 +71,10 @@ class Executor(ABC):
     @abstractmethod
     def exit_gate(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """[hidden] state to its exit gate's logit in the state's dtype; None without a gate."""
+
+    def close(self) -> None:
+        """Release device memory; nothing runs after it."""
+        self._planes.clear()
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
@@ -123,22 +131,19 @@ class Executor(ABC):
         return self.run_phase("coda", coda)["logits"].float()
 
     def _step_tensors(self, plan: StepPlan) -> Tensors:
-        return {
-            "input_ids": self.to_device(plan.input_ids),
-            "positions": self.to_device(plan.positions),
-            "cu_seqlens": self.to_device(plan.cu_seqlens),
-            "seq_slots": self.to_device(plan.seq_slots),
-            "logit_rows": self.to_device(np.concatenate([plan.logit_rows, plan.prompt_rows])),
-            "plane": self._plane(0),
-            **self.kv_tensors(),
-        }
+        staged = self.stage(
+            {
+                "input_ids": plan.input_ids,
+                "positions": plan.positions,
+                "cu_seqlens": plan.cu_seqlens,
+                "seq_slots": plan.seq_slots,
+                "logit_rows": np.concatenate([plan.logit_rows, plan.prompt_rows]),
+            }
+        )
+        return {**staged, "plane": self._plane(0), **self.kv_tensors()}
 
     def _loop_tensors(self, rows: LoopRows) -> Tensors:
-        return {
-            "rows": self.to_device(rows.rows),
-            "positions": self.to_device(rows.positions),
-            "cu_seqlens": self.to_device(rows.cu_seqlens),
-        }
+        return self.stage(vars(rows))
 
     def _plane(self, plane: int) -> torch.Tensor:
         """[1] int32 on the device, staged once for each plane."""

@@ -1,8 +1,8 @@
 """The PyTorch executor: the family's own modules over a KV pool in host memory.
 
-Owns the pool, the device block table and, in sequential noise mode, a generator per slot;
-leaves the order of a step to `Executor`. Invariant: the pool is one allocation whose
-address never changes.
+Owns the pool, the block table and, in sequential noise mode, a generator per slot; leaves the
+order of a step to `Executor` and a GPU's memory to `CudaExecutor`. Invariant: the pool is one
+allocation whose address never changes.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from looptrt.plugins.reference import plane_copy, update_tables
 from looptrt.runtime.executor.base import Executor, Tensors
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan
 
+_CPU = torch.device("cpu")
+
 
 class TorchExecutor(Executor):
     """Runs the phases as torch modules on the CPU.
@@ -31,9 +33,12 @@ class TorchExecutor(Executor):
         max_slots: sequences the block table has room for.
         max_seq_len: tokens of the longest sequence.
         num_units: units of the KV pool, the null unit included.
+        device: where weights, pool and phases are.
 
     Attributes:
         pool: [num_units * unit_bytes] uint8, the KV memory.
+        block_table: [max_slots, num_rows, max_pages] int32 unit ids.
+        dtype: of weights, activations and KV.
     """
 
     def __init__(
@@ -44,22 +49,29 @@ class TorchExecutor(Executor):
         max_slots: int,
         max_seq_len: int,
         num_units: int,
+        device: torch.device = _CPU,
     ) -> None:
         super().__init__(manifest, max_slots=max_slots, num_units=num_units)
+        self.device = device
+        self.dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self.load(engine_dir)
         layout = manifest.layout
-        self._model = load_model(engine_dir, manifest)
-        self._phases = {name: getattr(self._model, name) for name in manifest.phases}
-        # NumPy's zeros are untouched memory: units take up RAM when they are first written.
-        self.pool = torch.from_numpy(np.zeros(num_units * layout.unit_bytes, np.uint8))
-        self._dtype = getattr(torch, manifest.dtype)
-        self._table = torch.zeros(
-            (max_slots, layout.num_rows, layout.num_pages(max_seq_len)), dtype=torch.int32
-        )
-        self._kv = {
-            "block_table": self._table,
-            "kv_pool": torch.tensor([self.pool.data_ptr(), num_units], dtype=torch.int64),
-        }
+        self.pool = self.allocate_pool(num_units * layout.unit_bytes)
+        table_shape = max_slots, layout.num_rows, layout.num_pages(max_seq_len)
+        self.block_table = torch.zeros(table_shape, dtype=torch.int32, device=device)
+        address = torch.tensor([self.pool.data_ptr(), num_units], dtype=torch.int64, device=device)
+        self._kv = {"block_table": self.block_table, "kv_pool": address}
         self._generators: dict[int, torch.Generator] = {}
+
+    def load(self, engine_dir: Path) -> None:
+        """Load what runs the phases."""
+        self._model = load_model(engine_dir, self.manifest, str(self.device))
+        self._phases = {name: getattr(self._model, name) for name in self.manifest.phases}
+
+    def allocate_pool(self, num_bytes: int) -> torch.Tensor:
+        """[num_bytes] uint8 for the KV."""
+        # NumPy's zeros are untouched memory: units take up RAM when they are first written.
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
 
     @torch.inference_mode()
     def run_phase(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
@@ -75,7 +87,7 @@ class TorchExecutor(Executor):
         updates = plan.table_updates
         if len(updates.slots):
             update_tables(
-                self._table,
+                self.block_table,
                 torch.from_numpy(updates.slots),
                 torch.from_numpy(updates.pages),
                 torch.from_numpy(updates.units),
@@ -90,7 +102,7 @@ class TorchExecutor(Executor):
             torch.from_numpy(copies.token_begin),
             torch.from_numpy(copies.token_end),
             unit_shape=self.manifest.layout.unit_shape,
-            dtype=self._dtype,
+            dtype=self.dtype,
         )
 
     def to_device(self, array: np.ndarray) -> torch.Tensor:
@@ -105,13 +117,17 @@ class TorchExecutor(Executor):
         """The checkpoint's gate, computed in the dtype of the state it is given."""
         if not self.manifest.spec.exit_gate:
             return None
-        gate: torch.nn.Linear = self._model.core.exit_gate  # type: ignore[assignment]
+        weight, bias = self.gate_tensors()
 
         def logit(state: torch.Tensor) -> torch.Tensor:
-            weight, bias = gate.weight.to(state.dtype), gate.bias.to(state.dtype)
-            return F.linear(state, weight, bias)[0]
+            return F.linear(state, weight.to(state.dtype), bias.to(state.dtype))[0]
 
         return logit
+
+    def gate_tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[1, hidden] weight and [1] bias of the exit gate."""
+        gate: torch.nn.Linear = self._model.core.exit_gate  # type: ignore[assignment]
+        return gate.weight, gate.bias
 
     def initial_tensors(self, plan: StepPlan) -> Tensors:
         """Noise seeds a row, or states drawn from each sequence's own generator."""
@@ -126,12 +142,15 @@ class TorchExecutor(Executor):
             if slot in new_slots:
                 self._generators[slot] = torch.Generator().manual_seed(int(plan.noise_seeds[begin]))
             states.append(self._draw_state(end - begin, self._generators[slot]))
-        return {"initial_state": torch.cat(states)}
+        return {"initial_state": torch.cat(states).to(self.device)}
 
     def _draw_state(self, num_rows: int, generator: torch.Generator) -> torch.Tensor:
-        """[num_rows, hidden] drawn as the reference draws: a normal sample, then cut ones."""
+        """[num_rows, hidden] drawn as the reference draws: a normal sample, then cut ones.
+
+        On the CPU whatever the device, whose own generators give other numbers.
+        """
         spec = self.manifest.spec
-        state = torch.empty(num_rows, spec.hidden_size, dtype=self._dtype)
+        state = torch.empty(num_rows, spec.hidden_size, dtype=self.dtype)
         state.normal_(generator=generator)
         std = spec.state_std
         if std == 0:

@@ -332,7 +332,14 @@ def test_doctor_says_what_is_there_and_what_can_work(capsys: pytest.CaptureFixtu
 
 
 def test_doctor_names_the_first_thing_that_a_backend_lacks() -> None:
-    names = ("torch", "CUDA (torch)", "tensorrt", "tensorrt_rtx")
+    names = (
+        "torch",
+        "CUDA (torch)",
+        "plugin library",
+        "CUDA kernels",
+        "tensorrt",
+        "tensorrt_rtx",
+    )
     findings = [doctor.Finding(name, None, "not installed") for name in names]
     cpu, cuda, tensorrt, _ = doctor.backends(findings)
     assert (cpu.found, cpu.reason) == (None, "not installed")
@@ -343,7 +350,14 @@ def test_doctor_names_the_first_thing_that_a_backend_lacks() -> None:
 def test_doctor_prints_tables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = ("torch", "CUDA (torch)", "tensorrt", "tensorrt_rtx")
+    names = (
+        "torch",
+        "CUDA (torch)",
+        "plugin library",
+        "CUDA kernels",
+        "tensorrt",
+        "tensorrt_rtx",
+    )
     findings = [doctor.Finding(name, None, "[not] installed") for name in names]
     monkeypatch.setattr(doctor, "installed", lambda: findings)
     assert main(["doctor"]) == 0

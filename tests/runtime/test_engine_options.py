@@ -16,6 +16,10 @@ OTHER_VALUES: dict[str, Any] = {
     "enable_prefix_cache": False,
     "prefix_depth": "at_least",
     "device": "cuda:1",
+    "backend": "tensorrt_rtx",
+    "kv_cache_free_gpu_memory_fraction": 0.5,
+    "require_exact": True,
+    "cache_dir": "there",
     "start_timeout_s": 7.5,
     "step_timeout_s": 8.5,
 }
@@ -32,14 +36,18 @@ def test_every_field_has_a_flag_that_sets_it(spelling: str) -> None:
     for name in EngineConfig.__dataclass_fields__.keys() - WITHOUT_FLAG:
         value = OTHER_VALUES.get(name, 48)
         flag = name.replace("_", spelling)
-        arguments = [f"--no-{flag}"] if value is False else [f"--{flag}", str(value)]
+        switches = {True: [f"--{flag}"], False: [f"--no-{flag}"]}
+        arguments = switches[value] if isinstance(value, bool) else [f"--{flag}", str(value)]
         config = parsed(*arguments)
         assert getattr(config, name) == value, name
         assert config != EngineConfig()
 
 
-def test_without_flags_the_defaults_hold() -> None:
+def test_without_flags_the_defaults_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     assert parsed() == EngineConfig()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/place")
+    assert parsed() == EngineConfig(cache_dir="/place/looptrt")
 
 
 def test_a_value_out_of_range_names_its_field() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from looptrt import cli
+from looptrt.cli import generate as generate_command
+from looptrt.cli import main
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.llm import LLM
 from tests.support.scripted import ScriptedCore, llm_of, write_tokenizer
@@ -24,13 +25,13 @@ def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[EngineConfi
         taken.append(config)
         return llm_of(ScriptedCore(lambda _: [1, 3, 2], error_token=2), engine_dir)
 
-    monkeypatch.setattr(cli, "LLM", start)
+    monkeypatch.setattr(generate_command, "LLM", start)
     return taken
 
 
 def generate(engine_dir: Path, *arguments: str) -> int:
     prompt = ("generate", str(engine_dir), "--in-process", "--prompt", "b")
-    return cli.main([*prompt, *arguments])
+    return main([*prompt, *arguments])
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])

@@ -203,3 +203,11 @@ def test_unset_thinking_is_undefined_in_the_template() -> None:
     template = ChatTemplate("{{ enable_thinking is defined }}", {}, "here")
     assert template.render([USER]) == "False"
     assert template.render([USER], enable_thinking=False) == "True"
+
+
+def test_thinking_that_a_template_does_not_know_is_refused() -> None:
+    template = ChatTemplate("{{ messages[0].content }} enable_thinking", {}, "here")
+    assert template.render([USER]).endswith("enable_thinking")
+    for value in (True, False):
+        with pytest.raises(RequestError, match=r"enable_thinking: the chat template \(here\)"):
+            template.render([USER], enable_thinking=value)

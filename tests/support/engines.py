@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,8 +38,10 @@ class Answer:
 class Harness:
     """An EngineCore driven one step at a time, recording logits and chunks."""
 
+    CONFIG: ClassVar[dict[str, Any]] = {"device": "cpu"}  # of every engine that is not told other
+
     def __init__(self, engine_dir: Path, **config: Any) -> None:
-        self.core = EngineCore(engine_dir, EngineConfig(**config))
+        self.core = EngineCore(engine_dir, EngineConfig(**{**self.CONFIG, **config}))
         self.answers: dict[int, Answer] = {}
         self._sample = self.core.executor.sampler.sample
         self.core.executor.sampler.sample = self._record_logits  # type: ignore[method-assign]
@@ -96,7 +98,7 @@ class Harness:
     def _record_logits(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
         for row, slot in enumerate(plan.sample_slots.tolist()):
             request = self.core.scheduler.slots.request(slot)
-            self.answers[request.request_id].logits.append(logits[row].float().clone())
+            self.answers[request.request_id].logits.append(logits[row].float().cpu().clone())
         return self._sample(logits, plan)
 
     def _record_chunks(self, plan: StepPlan) -> None:

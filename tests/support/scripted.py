@@ -116,11 +116,16 @@ class ScriptedCore:
         self.seen.append(request)
         self._waiting.append(request)
 
-    def abort_request(self, request_id: int) -> None:
+    def abort_request(self, request_id: int, reason: FinishReason) -> None:
         self.aborted.append(request_id)
-        self._waiting = deque(r for r in self._waiting if not self._abort(r, request_id))
+        waiting, self._waiting = self._waiting, deque()
+        for request in waiting:
+            if request.request_id == request_id:
+                self._end(request, reason, None)
+            else:
+                self._waiting.append(request)
         if request_id in self._running:
-            self._abort(self._running.pop(request_id)[0], request_id)
+            self._end(self._running.pop(request_id)[0], reason, None)
 
     def has_work(self) -> bool:
         return bool(self._waiting or self._running or self._ended)
@@ -161,12 +166,6 @@ class ScriptedCore:
 
     def close(self) -> None:
         self.is_closed = True
-
-    def _abort(self, request: Request, request_id: int) -> bool:
-        if request.request_id != request_id:
-            return False
-        self._end(request, FinishReason.ABORT, None)
-        return True
 
     def _end(self, request: Request, reason: FinishReason, stop_id: int | None) -> None:
         self._running.pop(request.request_id, None)

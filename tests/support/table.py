@@ -11,7 +11,7 @@ import dataclasses
 import torch
 
 from looptrt.runtime.outputs import StepOutput
-from looptrt.runtime.request import Request
+from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.sampler import Sampler
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
 from looptrt.runtime.step_plan import StepPlan, StepResult
@@ -55,8 +55,8 @@ class TableCore:
         self.scheduler.add(request)
         self.seen.append(request)
 
-    def abort_request(self, request_id: int) -> None:
-        self.scheduler.abort(request_id)
+    def abort_request(self, request_id: int, reason: FinishReason) -> None:
+        self.scheduler.abort(request_id, reason)
 
     def has_work(self) -> bool:
         return self.scheduler.has_work()
@@ -70,7 +70,8 @@ class TableCore:
         return output
 
     def stats(self) -> dict[str, int | float]:
-        return dataclasses.asdict(self.scheduler.stats())
+        memory = {"cpu_memory_bytes": 1, "gpu_memory_bytes": 0}
+        return {**dataclasses.asdict(self.scheduler.stats()), **memory}
 
     def close(self) -> None:
         pass
