@@ -83,18 +83,21 @@ class Admission:
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
 
-    def encode(self, prompt: Prompt) -> EncodedPrompt:
-        """Token ids of a prompt given as text or as token ids.
+    def encode(self, prompt: Prompt | EncodedPrompt) -> EncodedPrompt:
+        """Token ids of a prompt given as text or as token ids; an encoded one as it is.
 
         Raises:
             RequestError: the prompt is neither, is not valid text, or is text and there is
                 no tokenizer.
         """
+        if isinstance(prompt, EncodedPrompt):
+            return prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError(
                     "prompt: this engine directory has no tokenizer.json; give token ids"
                 )
+            self.tokenizer.check_length("prompt", prompt, self.limits.max_input_len)
             return EncodedPrompt(prompt, self.tokenizer.encode(prompt))
         return EncodedPrompt(None, _token_ids(prompt))
 
@@ -111,6 +114,7 @@ class Admission:
                 "messages: this engine directory has no tokenizer.json or no chat template"
             )
         text = self.template.render(messages, enable_thinking=enable_thinking)
+        self.tokenizer.check_length("messages", text, self.limits.max_input_len)
         return EncodedPrompt(text, self.tokenizer.encode(text, add_special_tokens=False))
 
     def admit(self, request_id: int, prompt: EncodedPrompt, params: SamplingParams) -> Admitted:

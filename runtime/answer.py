@@ -185,13 +185,17 @@ def _prompt_text(admitted: Admitted, tokenizer: Tokenizer | None) -> str:
 def _metrics(ends: list[FinishedRequest]) -> RequestMetrics:
     """Of all answers to a prompt: from the earliest start to the latest end."""
 
-    def earliest(times: list[float | None]) -> float | None:
-        return min((time for time in times if time is not None), default=None)
+    def known(times: list[float | None]) -> list[float]:
+        return [time for time in times if time is not None]
 
     return RequestMetrics(
         arrival_s=min(end.arrival_s for end in ends),
-        first_scheduled_s=earliest([end.first_scheduled_s for end in ends]),
-        first_token_s=earliest([end.first_token_s for end in ends]),
+        first_scheduled_s=min(known([end.first_scheduled_s for end in ends]), default=None),
+        first_token_s=min(known([end.first_token_s for end in ends]), default=None),
+        last_token_s=max(known([end.last_token_s for end in ends]), default=None),
         finished_s=max(end.finished_s for end in ends),
         num_preemptions=sum(end.num_preemptions for end in ends),
+        num_allocated_pages=sum(end.num_allocated_pages for end in ends),
+        num_reused_pages=sum(end.num_reused_pages for end in ends),
+        num_missed_pages=sum(end.num_missed_pages for end in ends),
     )

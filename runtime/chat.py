@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import meta
+
 from looptrt.errors import CheckpointError, ManifestError, RequestError
 from looptrt.models.chat_template import (
     compile_template,
@@ -36,6 +38,8 @@ class ChatTemplate:
             self._template = compile_template(source, where)
         except CheckpointError as error:
             raise ManifestError(str(error)) from error
+        parsed = self._template.environment.parse(source)
+        self._asks_thinking = "enable_thinking" in meta.find_undeclared_variables(parsed)
 
     @staticmethod
     def of_engine(engine_dir: Path) -> ChatTemplate | None:
@@ -68,11 +72,17 @@ class ChatTemplate:
             enable_thinking: given to the template; None leaves it undefined there.
 
         Raises:
-            RequestError: a message is malformed, or the template refuses the conversation.
+            RequestError: a message is malformed, the template refuses the conversation, or
+                `enable_thinking` is given and the template knows no such thing.
         """
         _check_messages(messages)
         names: dict[str, Any] = {**self._tokens, "add_generation_prompt": add_generation_prompt}
         if enable_thinking is not None:
+            if not self._asks_thinking:
+                raise RequestError(
+                    f"enable_thinking: the chat template ({self.where}) does not use it, "
+                    f"got {enable_thinking}"
+                )
             names["enable_thinking"] = enable_thinking
         try:
             return self._template.render(messages=[dict(message) for message in messages], **names)

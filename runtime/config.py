@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from looptrt.errors import EngineError
-from looptrt.manifest import BuildLimits, Manifest
+from looptrt.manifest import BACKENDS, BuildLimits, Manifest
 from looptrt.runtime.sampling_params import MAX_SEED, shown
 
 PrefixDepth = Literal["exact", "at_least"]
+_DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,9 +23,12 @@ class EngineConfig:
     """Settings of a running engine.
 
     Args:
-        kv_cache_bytes: KV pool; None is enough for `max_batch_size` sequences of
+        kv_cache_bytes: KV pool. None on the CPU is enough for `max_batch_size` sequences of
             `max_seq_len` tokens at the deepest loop count, but at most 1 GiB (more only
-            where a single page needs it). Requests that the pool can never hold are refused.
+            where a single page needs it); on a GPU see the next field. Requests that the
+            pool can never hold are refused.
+        kv_cache_free_gpu_memory_fraction: KV pool on a GPU when `kv_cache_bytes` is None: share
+            of the memory that weights and the largest step leave free, at most 2**20 units.
         max_batch_size: sequences in one step; None is the built engine's limit.
         max_num_tokens: rows in one step; None is the built engine's limit.
         max_seq_len: prompt and answer together; None is the built engine's limit.
@@ -37,7 +41,14 @@ class EngineConfig:
         prefix_depth: `exact` reuses pages of the prompt's own depth, `at_least` deeper
             ones too, which changes outputs.
         noise_seed: seed of the random initial state of requests that set none.
-        device: `cpu`, `cuda` or `cuda:N`.
+        device: `cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if the plugin library can
+            run there, else the CPU.
+        backend: `auto` is the one that the engine was built for; `pytorch` runs every engine
+            directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
+        require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
+            does not give them, instead of running that operator op by op.
+        cache_dir: where what was learned about this machine's kernels is kept between starts;
+            None is `~/.cache/looptrt`.
         num_threads: CPU threads of the engine; None is 1 for models narrower than 512
             channels and torch's choice for others.
         start_timeout_s: how long loading may take.
@@ -48,6 +59,7 @@ class EngineConfig:
     """
 
     kv_cache_bytes: int | None = None
+    kv_cache_free_gpu_memory_fraction: float = 0.9
     max_batch_size: int | None = None
     max_num_tokens: int | None = None
     max_seq_len: int | None = None
@@ -57,7 +69,10 @@ class EngineConfig:
     prefix_grid: int | None = None
     prefix_depth: PrefixDepth = "exact"
     noise_seed: int = 0
-    device: str = "cpu"
+    device: str = "auto"
+    backend: str = "auto"
+    require_exact: bool = False
+    cache_dir: str | None = None
     num_threads: int | None = None
     start_timeout_s: float = 300.0
     step_timeout_s: float = 600.0
@@ -78,12 +93,18 @@ class EngineConfig:
         _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)
         for name in ("start_timeout_s", "step_timeout_s"):
             _check_seconds(name, getattr(self, name))
-        if not isinstance(self.enable_prefix_cache, bool):
-            raise _wrong("enable_prefix_cache", "true or false", self.enable_prefix_cache)
+        _check_share("kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction)
+        for name in ("enable_prefix_cache", "require_exact"):
+            if not isinstance(getattr(self, name), bool):
+                raise _wrong(name, "true or false", getattr(self, name))
         if self.prefix_depth not in get_args(PrefixDepth):
             raise _wrong("prefix_depth", "exact or at_least", self.prefix_depth)
-        if not isinstance(self.device, str) or not re.fullmatch(r"cpu|cuda(:\d+)?", self.device):
-            raise _wrong("device", "cpu, cuda or cuda:N", self.device)
+        if not isinstance(self.device, str) or not _DEVICES.fullmatch(self.device):
+            raise _wrong("device", "auto, cpu, cuda or cuda:N", self.device)
+        if self.backend not in ("auto", *BACKENDS):
+            raise _wrong("backend", f"auto, {', '.join(BACKENDS)}", self.backend)
+        if self.cache_dir is not None and not isinstance(self.cache_dir, str):
+            raise _wrong("cache_dir", "a path", self.cache_dir)
 
     def limits(self, manifest: Manifest) -> BuildLimits:
         """The built engine's limits, lowered where this config says so.
@@ -122,6 +143,12 @@ def _check_seconds(name: str, value: object) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= 86_400:  # type: ignore[operator]
         raise _wrong(name, "seconds above 0 and at most 86400", value)
+
+
+def _check_share(name: str, value: object) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= 1:  # type: ignore[operator]
+        raise _wrong(name, "a number above 0 and at most 1", value)
 
 
 def _wrong(name: str, expected: str, value: object) -> EngineError:

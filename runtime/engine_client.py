@@ -45,7 +45,7 @@ from looptrt.runtime.protocol import (
     Stats,
     Worker,
 )
-from looptrt.runtime.request import Request
+from looptrt.runtime.request import FinishReason, Request
 
 _ENGINE_MODULE = "looptrt.runtime.engine_process"
 _POLL_S = 1.0  # how often silence is checked against the step deadline
@@ -75,8 +75,9 @@ class Update:
     error: LooptrtError | None = None
 
 
-# Called on the client's reader thread: must neither block nor raise.
+# Both are called on the client's reader thread: must neither block nor raise.
 Listener = Callable[[Update], None]
+Observer = Callable[[StepOutput], None]
 
 
 class EngineClient(ABC):
@@ -98,6 +99,7 @@ class EngineClient(ABC):
         # Re-entrant: a collected LLM closes its client in whatever thread the collector runs.
         self._lock = threading.RLock()
         self._listeners: dict[int, Listener] = {}
+        self._observers: tuple[Observer, ...] = ()
         self._calls: dict[int, queue.SimpleQueue[Stats | LooptrtError]] = {}
         self._num_calls = 0
         self._failure: LooptrtError | None = None
@@ -115,7 +117,7 @@ class EngineClient(ABC):
         """
         self._check_owner()
         with self._lock:
-            self._check_alive()
+            self._ensure_alive()
             self._expect_answer()
             self._listeners[request.request_id] = listener
         try:
@@ -124,14 +126,26 @@ class EngineClient(ABC):
             self._take_listener(request.request_id)
             raise
 
-    def abort(self, request_id: int) -> None:
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can take requests, as far as this side knows."""
+        return self._failure is None and not self._is_closed
+
+    def observe(self, observer: Observer) -> None:
+        """Show everything that steps bring, of all requests, to an observer as well.
+
+        It hears of a request's end before the listener does.
+        """
+        self._observers = (*self._observers, observer)
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
         """Ask for a request's end, which its listener hears; unknown ids are harmless."""
         if not self._is_owner():
             return
         with self._lock:
             is_known = request_id in self._listeners
         if is_known:
-            self._send(AbortRequest(request_id))
+            self._send(AbortRequest(request_id, reason))
 
     def drop(self, request_id: int) -> None:
         """End a request that nobody listens to any more; unknown ids are harmless."""
@@ -147,7 +161,7 @@ class EngineClient(ABC):
         self._check_owner()
         answer: queue.SimpleQueue[Stats | LooptrtError] = queue.SimpleQueue()
         with self._lock:
-            self._check_alive()
+            self._ensure_alive()
             self._expect_answer()
             call_id = self._num_calls
             self._num_calls += 1
@@ -157,6 +171,15 @@ class EngineClient(ABC):
         if isinstance(result, LooptrtError):
             raise result
         return result.values
+
+    def check_alive(self) -> None:
+        """Do nothing while the engine runs.
+
+        Raises:
+            EngineError: the engine has ended or was shut down; says why.
+        """
+        with self._lock:
+            self._ensure_alive()
 
     def close(self) -> None:
         """Stop the engine and wait for its end; running requests get an error.
@@ -201,7 +224,7 @@ class EngineClient(ABC):
                     f"{self._engine_dir}: the engine did not start within "
                     f"start_timeout_s {self._config.start_timeout_s:g}"
                 )
-            self._check_alive()
+            self._ensure_alive()
         except BaseException:
             self.close()
             raise
@@ -219,7 +242,7 @@ class EngineClient(ABC):
                 "start an engine in each process"
             )
 
-    def _check_alive(self) -> None:
+    def _ensure_alive(self) -> None:
         if self._failure is not None:
             raise copy(self._failure)
         if self._is_closed:
@@ -297,6 +320,8 @@ class EngineClient(ABC):
                 raise EngineError(f"unexpected message from the engine: {message!r}")
 
     def _deliver(self, output: StepOutput) -> None:
+        for observe in self._observers:
+            observe(output)
         for request_id, update in _updates(output).items():
             with self._lock:
                 take = self._listeners.get if update.finished is None else self._take_listener
@@ -373,16 +398,19 @@ class ProcessClient(EngineClient):
     Args:
         engine_dir: directory written by `looptrt build`.
         config: settings of the engine.
+        python: interpreter that has looptrt and torch; this process's own by default.
 
     Raises:
         LooptrtError: the engine could not start.
     """
 
-    def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
+    def __init__(
+        self, engine_dir: Path, config: EngineConfig, python: str = sys.executable
+    ) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours, engine_dir, config)
         command = [
-            *(sys.executable, "-P", "-m", _ENGINE_MODULE),
+            *(python, "-P", "-m", _ENGINE_MODULE),
             *("--fd", str(theirs.fileno())),
             *("--engine-dir", str(engine_dir)),
             *("--config", json.dumps(config.to_json())),
@@ -398,6 +426,9 @@ class ProcessClient(EngineClient):
                     encoding="utf-8",
                     errors="replace",
                 )
+        except OSError as error:
+            self._connection.close()
+            raise EngineError(f"the engine process cannot start: {error}") from error
         except BaseException:
             self._connection.close()
             raise

@@ -7,21 +7,31 @@ the clients in front of it. Invariant: between steps no plan is in flight.
 from __future__ import annotations
 
 import dataclasses
+import resource
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from looptrt.errors import EngineError, RequestError
 from looptrt.loop_spec import InitialState, NoiseMode
-from looptrt.manifest import BuildLimits, Manifest
+from looptrt.manifest import TENSORRT_BACKENDS, WEIGHTS_NAME, Manifest
 from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.device import choose_device, free_beside_scratch
+from looptrt.runtime.executor.base import Executor
+from looptrt.runtime.executor.cuda import CudaExecutor
+from looptrt.runtime.executor.tensorrt import TensorRtExecutor
+from looptrt.runtime.executor.tensorrt_engine import open_engines
 from looptrt.runtime.executor.torch import TorchExecutor
+from looptrt.runtime.kernel_checks import settle_kernels
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.outputs import StepOutput
-from looptrt.runtime.request import Request
+from looptrt.runtime.pool_size import pool_units
+from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
 
-_DEFAULT_KV_BYTES = 1 << 30
 # Below this width a second CPU thread costs more in barriers than it brings (docs/log.md).
 _THREADED_HIDDEN_SIZE = 512
 
@@ -40,19 +50,35 @@ class EngineCore:
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self.manifest = Manifest.load(engine_dir)
-        if config.device != "cpu":
-            raise EngineError(f"device: engines run on cpu only so far, got {config.device!r}")
+        backend = self.manifest.backend if config.backend == "auto" else config.backend
+        device = _device(config, backend)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif self.manifest.spec.hidden_size < _THREADED_HIDDEN_SIZE:
             torch.set_num_threads(1)
-        scheduler_config = _scheduler_config(self.manifest, config)
-        self.executor = TorchExecutor(
+        make_executor: Callable[..., Executor] = TorchExecutor
+        free_bytes = None
+        if backend in TENSORRT_BACKENDS:
+            # No operator of a compiled engine can be replaced by its unfused form.
+            settle_kernels(self.manifest, replace(config, require_exact=True), device)
+            engines = open_engines(engine_dir, self.manifest, backend, device)
+            make_executor = partial(TensorRtExecutor, engines)
+            # The pool's size is reckoned from what was free before weights were loaded.
+            weight_bytes = self.manifest.files[WEIGHTS_NAME][1]
+            free_bytes = torch.cuda.mem_get_info(device)[0] + weight_bytes
+        elif device.type == "cuda":
+            settle_kernels(self.manifest, config, device)
+            make_executor = CudaExecutor
+            limits = config.limits(self.manifest)
+            free_bytes = free_beside_scratch(device, self.manifest, limits)
+        scheduler_config = _scheduler_config(self.manifest, config, free_bytes)
+        self.executor = make_executor(
             engine_dir,
             self.manifest,
             max_slots=scheduler_config.max_batch_size,
             max_seq_len=scheduler_config.max_seq_len,
             num_units=scheduler_config.num_units,
+            device=device,
         )
         self.scheduler = Scheduler(
             scheduler_config, self.manifest.layout, cache_identity(self.manifest)
@@ -70,9 +96,9 @@ class EngineCore:
             raise RequestError(f"prompt: token ids must be from 0 to {vocab_size - 1}")
         self.scheduler.add(request)
 
-    def abort_request(self, request_id: int) -> None:
-        """End a request; unknown and ended ids are harmless."""
-        self.scheduler.abort(request_id)
+    def abort_request(self, request_id: int, reason: FinishReason) -> None:
+        """End a request for this reason; unknown and ended ids are harmless."""
+        self.scheduler.abort(request_id, reason)
 
     def has_work(self) -> bool:
         """Whether `step` would do or report anything."""
@@ -86,11 +112,43 @@ class EngineCore:
         return self.scheduler.commit(plan, self.executor.execute(plan))
 
     def stats(self) -> dict[str, int | float]:
-        """Queue, pool and cache figures by name."""
-        return dataclasses.asdict(self.scheduler.stats())
+        """Queue, pool, cache and memory figures by name."""
+        gpu_bytes = torch.cuda.memory_reserved()  # 0 where CUDA is not in use
+        if gpu_bytes:
+            gpu_bytes += self.executor.num_units * self.manifest.layout.unit_bytes
+        return {
+            **dataclasses.asdict(self.scheduler.stats()),
+            "cpu_memory_bytes": _resident_bytes(),
+            "gpu_memory_bytes": gpu_bytes,
+        }
 
     def close(self) -> None:
-        """Nothing to release beyond what the process holds."""
+        """Release device memory; the engine cannot be used again."""
+        self.executor.close()
+
+
+def _resident_bytes() -> int:
+    """Memory of this process that is in RAM."""
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * resource.getpagesize()
+
+
+def _device(config: EngineConfig, backend: str) -> torch.device:
+    """Where the engine runs; compiled engines run on a GPU or not at all."""
+    if backend not in TENSORRT_BACKENDS:
+        return choose_device(config.device)
+    try:
+        device = choose_device("cuda" if config.device == "auto" else config.device)
+    except EngineError as error:
+        raise EngineError(
+            f"backend {backend}: {error}; backend pytorch runs the same model without a GPU"
+        ) from error
+    if device.type != "cuda":
+        raise EngineError(
+            f"backend {backend}: TensorRT engines run on a GPU, got device {config.device}; "
+            "backend pytorch runs the same model on the CPU"
+        )
+    return device
 
 
 def cache_identity(manifest: Manifest) -> CacheIdentity:
@@ -110,7 +168,9 @@ def cache_identity(manifest: Manifest) -> CacheIdentity:
     )
 
 
-def _scheduler_config(manifest: Manifest, config: EngineConfig) -> SchedulerConfig:
+def _scheduler_config(
+    manifest: Manifest, config: EngineConfig, free_bytes: int | None
+) -> SchedulerConfig:
     limits, layout = config.limits(manifest), manifest.layout
     recomputable = not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION
     if not recomputable and (config.prefix_grid is not None or config.prefix_depth != "exact"):
@@ -127,28 +187,10 @@ def _scheduler_config(manifest: Manifest, config: EngineConfig) -> SchedulerConf
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
         max_seq_len=limits.max_seq_len,
-        num_units=_num_units(manifest, config, limits),
+        num_units=pool_units(manifest, config, limits, free_bytes),
         max_waiting=config.max_waiting,
         enable_prefix_cache=config.enable_prefix_cache,
         prefix_at_least=config.prefix_depth == "at_least",
         prefix_grid=config.prefix_grid,
         recomputable=not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION,
     )
-
-
-def _num_units(manifest: Manifest, config: EngineConfig, limits: BuildLimits) -> int:
-    """Units of the pool, the null unit included."""
-    layout = manifest.layout
-    page_units = layout.units_of_page(layout.max_loops)
-    if config.kv_cache_bytes is not None:
-        num_units = config.kv_cache_bytes // layout.unit_bytes
-        if num_units < page_units + 1:
-            raise EngineError(
-                f"kv_cache_bytes: {config.kv_cache_bytes} bytes hold {num_units} units of "
-                f"{layout.unit_bytes} bytes; one page of {layout.max_loops} loops and the null "
-                f"unit need {page_units + 1}"
-            )
-        return num_units
-    sequence_units = layout.num_pages(limits.max_seq_len) * page_units
-    affordable = max(_DEFAULT_KV_BYTES // layout.unit_bytes, page_units)
-    return min(limits.max_batch_size * sequence_units, affordable) + 1

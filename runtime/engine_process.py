@@ -38,7 +38,7 @@ from looptrt.runtime.protocol import (
     Worker,
     parts_of,
 )
-from looptrt.runtime.request import Request
+from looptrt.runtime.request import FinishReason, Request
 
 if TYPE_CHECKING:
     from looptrt.runtime.engine_core import EngineCore
@@ -60,8 +60,8 @@ class Core(Protocol):
     def add_request(self, request: Request) -> None:
         """Queue a request, or raise RequestError."""
 
-    def abort_request(self, request_id: int) -> None:
-        """End a request; unknown ids are harmless."""
+    def abort_request(self, request_id: int, reason: FinishReason) -> None:
+        """End a request for this reason; unknown ids are harmless."""
 
     def has_work(self) -> bool:
         """Whether `step` would do or report anything."""
@@ -151,8 +151,8 @@ def _act(core: Core, connection: Connection, message: Message | LooptrtError | N
                 core.add_request(request)
             except RequestError as error:
                 connection.send(RequestRefused(request.request_id, error))
-        case AbortRequest(request_id):
-            core.abort_request(request_id)
+        case AbortRequest(request_id, reason):
+            core.abort_request(request_id, reason)
         case GetStats(call_id):
             connection.send(Stats(call_id, core.stats()))
         case Shutdown() | None:

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeGuard, cast
@@ -24,13 +24,22 @@ from typing import Self, TypeGuard, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from looptrt.errors import QueueFullError, RequestError
+from looptrt.errors import EngineError, QueueFullError, RequestError
+from looptrt.manifest import BuildLimits
 from looptrt.runtime.admission import Admission, EncodedPrompt, Prompt
 from looptrt.runtime.answer import Answer, Completion
 from looptrt.runtime.chat import ChatTemplate, Message
 from looptrt.runtime.config import EngineConfig
-from looptrt.runtime.engine_client import EngineClient, InProcessClient, ProcessClient, Update
+from looptrt.runtime.engine_client import (
+    EngineClient,
+    InProcessClient,
+    Observer,
+    ProcessClient,
+    Update,
+)
+from looptrt.runtime.metrics import Family, Metrics
 from looptrt.runtime.outputs import RequestOutput
+from looptrt.runtime.request import FinishReason
 from looptrt.runtime.sampling_params import SamplingParams, shown
 from looptrt.runtime.tokenizer import Tokenizer
 
@@ -82,7 +91,7 @@ class LLM:
         self._next_id = 0
         self._id_lock = threading.Lock()
         self._answers: weakref.WeakValueDictionary[int, Answer] = weakref.WeakValueDictionary()
-        self._config = config
+        self.config = config
         self.manifest = client.manifest
         try:
             self._admission = Admission(
@@ -96,8 +105,16 @@ class LLM:
         except BaseException:
             self._close()
             raise
+        max_active = self.limits.max_batch_size + config.max_waiting
+        self._metrics = Metrics(client.manifest.layout, max_active=max_active)
+        client.observe(self._metrics.take)
         tokens = client.manifest.tokens
         _logger.info("answers end at token ids %s (%s)", list(tokens.eos), tokens.source)
+
+    @property
+    def limits(self) -> BuildLimits:
+        """The engine's limits as configured."""
+        return self._admission.limits
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -158,20 +175,46 @@ class LLM:
         self, messages: Conversation, *, enable_thinking: bool | None = None
     ) -> list[int]:
         """Token ids of a conversation, for `stream` and `generate_async`."""
-        return self._admission.encode_chat(messages, enable_thinking).token_ids
+        return self.encode_chat(messages, enable_thinking=enable_thinking).token_ids
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> AnswerStream:
+    def encode(self, prompt: Prompt) -> EncodedPrompt:
+        """A prompt for `stream` and `generate_async`, encoded in the caller's thread.
+
+        Raises:
+            RequestError: the prompt cannot be encoded.
+        """
+        return self._admission.encode(prompt)
+
+    def encode_chat(
+        self, messages: Conversation, *, enable_thinking: bool | None = None
+    ) -> EncodedPrompt:
+        """The same of a conversation; see `chat`."""
+        return self._admission.encode_chat(messages, enable_thinking)
+
+    def stream(
+        self,
+        prompt: Prompt | EncodedPrompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_news: Callable[[], None] | None = None,
+    ) -> AnswerStream:
         """Answer one prompt, output by output; the request is queued at once.
+
+        Args:
+            prompt: as for `generate`.
+            sampling_params: None is `SamplingParams()`.
+            on_news: called on a thread of the LLM's whenever `poll` of the stream may have
+                something; must neither block nor raise.
 
         Raises:
             RequestError: the prompt or its parameters cannot be served.
             EngineError: the engine has ended.
         """
         answer = self._admit_one(prompt, sampling_params)
-        return AnswerStream(self, answer)
+        return AnswerStream(self, answer, on_news)
 
     def generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt | EncodedPrompt, sampling_params: SamplingParams | None = None
     ) -> AsyncAnswerStream:
         """Answer one prompt under asyncio; call it where an event loop runs.
 
@@ -182,8 +225,19 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served.
             EngineError: the engine has ended.
         """
-        answer = self._admit_one(prompt, sampling_params)
-        return AsyncAnswerStream(self, answer)
+        (stream,) = self.generate_all_async([prompt], sampling_params)
+        return stream
+
+    def generate_all_async(
+        self,
+        prompts: Sequence[Prompt | EncodedPrompt],
+        sampling_params: SamplingParams | None = None,
+    ) -> list[AsyncAnswerStream]:
+        """`generate_async` for several prompts; all are checked before any is queued."""
+        encoded = [self._admission.encode(prompt) for prompt in prompts]
+        params = SamplingParams() if sampling_params is None else sampling_params
+        answers = self._admit(encoded, [params] * len(encoded))
+        return [AsyncAnswerStream(self, answer) for answer in answers]
 
     # ---- control
 
@@ -204,6 +258,35 @@ class LLM:
         """
         return self._client.stats()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can take requests."""
+        return self._client.is_alive
+
+    def check_alive(self) -> None:
+        """Do nothing while the engine can take requests.
+
+        Raises:
+            EngineError: it cannot; says why.
+        """
+        self._client.check_alive()
+
+    def observe(self, observer: Observer) -> None:
+        """Show what every step brings to an observer; see `EngineClient.observe`."""
+        self._client.observe(observer)
+
+    def metrics(self, labels: Mapping[str, str] | None = None) -> list[Family]:
+        """All figures under the names that dashboards know, also of an engine that has ended.
+
+        Args:
+            labels: put on every sample.
+        """
+        try:
+            stats = self.stats()
+        except EngineError:
+            stats = None
+        return self._metrics.families(stats, labels)
+
     def shutdown(self) -> None:
         """Stop the engine; running requests get an EngineError."""
         self._close()
@@ -221,7 +304,7 @@ class LLM:
 
     # ---- inside
 
-    def _admit_one(self, prompt: Prompt, params: SamplingParams | None) -> Answer:
+    def _admit_one(self, prompt: Prompt | EncodedPrompt, params: SamplingParams | None) -> Answer:
         encoded = self._admission.encode(prompt)
         (answer,) = self._admit([encoded], [SamplingParams() if params is None else params])
         return answer
@@ -257,7 +340,7 @@ class LLM:
         params = _params_of_each(sampling_params, len(prompts))
         answers = self._admit(prompts, params)
         completions = [one for answer in answers for one in answer.completions]
-        batch = _Batch(self._client, completions, self._config)
+        batch = _Batch(self._client, completions, self.config)
         with _progress_bar(len(completions)) if progress else contextlib.nullcontext() as advance:
             batch.run(advance or (lambda: None))
         return [answer.output() for answer in answers]
@@ -321,11 +404,12 @@ class AnswerStream(Iterator[RequestOutput]):
     aborts the request; the stream keeps its LLM.
     """
 
-    def __init__(self, llm: LLM, answer: Answer) -> None:
+    def __init__(self, llm: LLM, answer: Answer, on_news: Callable[[], None] | None = None) -> None:
         self._llm = llm
         self._answer = answer
         self._inbox: queue.SimpleQueue[_Arrival] = queue.SimpleQueue()
-        self._drop = _submit_all(self, llm._client, answer, self._inbox.put)
+        put = self._inbox.put if on_news is None else _telling(self._inbox, on_news)
+        self._drop = _submit_all(self, llm._client, answer, put)
 
     @property
     def request_id(self) -> int:
@@ -343,6 +427,25 @@ class AnswerStream(Iterator[RequestOutput]):
         except BaseException:
             self.close()
             raise
+        return self._output()
+
+    def poll(self) -> RequestOutput | None:
+        """What has come since the last output, without waiting; None where there is nothing.
+
+        For one thread that serves many streams; the output after the last one is None, too.
+
+        Raises:
+            LooptrtError: the request or the engine failed; the stream has ended.
+        """
+        try:
+            if not _take_all(self._llm._client, None, self._rest()) or not self._drop.alive:
+                return None
+        except BaseException:
+            self.close()
+            raise
+        return self._output()
+
+    def _output(self) -> RequestOutput:
         if self._answer.is_finished:
             self.close()
         return self._answer.output()
@@ -384,10 +487,10 @@ class AsyncAnswerStream:
                 if not self._drop.alive:
                     raise StopAsyncIteration
         except BaseException:
-            self._close()
+            self.close()
             raise
         if self._answer.is_finished:
-            self._close()
+            self.close()
         return self._answer.output()
 
     def _rest(self) -> Iterator[_Arrival]:
@@ -395,10 +498,11 @@ class AsyncAnswerStream:
             yield self._inbox.get_nowait()
 
     async def aclose(self) -> None:
-        """End the stream, from any task or thread; a request that runs is aborted."""
-        self._close()
+        """The same as `close`."""
+        self.close()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """End the stream, from any task or thread; a request that runs is aborted."""
         self._drop()
         self._put(None)  # wakes whoever waits for an output
 
@@ -429,7 +533,7 @@ def _take(client: EngineClient, completion: Completion, update: Update) -> bool:
     was_stopped = completion.is_stopped
     has_news = completion.take(update)
     if completion.is_stopped and not was_stopped and completion.ended is None:
-        client.abort(completion.request_id)
+        client.abort(completion.request_id, FinishReason.STOP)
     return has_news
 
 
@@ -446,6 +550,16 @@ def _listener(
     completion: Completion, put: Callable[[tuple[Completion, Update]], None]
 ) -> Callable[[Update], None]:
     return lambda update: put((completion, update))
+
+
+def _telling(
+    inbox: queue.SimpleQueue[_Arrival], on_news: Callable[[], None]
+) -> Callable[[_Arrival], None]:
+    def put(arrival: _Arrival) -> None:
+        inbox.put(arrival)
+        on_news()
+
+    return put
 
 
 def _loop_putter(

@@ -20,8 +20,13 @@ class FinishedRequest:
         stop_token_id: the id that ended it, which is also its last token; else None.
         num_cached_tokens: prompt tokens found in the prefix cache at first admission.
         kv_bytes: KV memory that it held when it ended.
-        arrival_s, first_scheduled_s, first_token_s, finished_s: times of `time.monotonic`,
-            None for what never happened.
+        arrival_s, first_scheduled_s, first_token_s, finished_s, last_token_s: times of
+            `time.monotonic`, None for what never happened.
+        num_generated_tokens: tokens that were given out.
+        num_allocated_pages: pages taken from the pool, those taken again after a preemption
+            included.
+        num_reused_pages, num_missed_pages: pages of the prompt that at first admission were
+            shared with an earlier request, and those that were not.
     """
 
     request_id: int
@@ -34,6 +39,12 @@ class FinishedRequest:
     first_scheduled_s: float | None
     first_token_s: float | None
     finished_s: float
+    last_token_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_allocated_pages: int = 0
+    num_reused_pages: int = 0
+    num_missed_pages: int = 0
 
 
 @dataclass(frozen=True)
@@ -77,13 +88,21 @@ class RequestMetrics:
     """When a request passed each point, in seconds of `time.monotonic`.
 
     A point that the request never reached is None.
+
+    Attributes:
+        num_preemptions, num_allocated_pages, num_reused_pages, num_missed_pages: see
+            `FinishedRequest`.
     """
 
     arrival_s: float
     first_scheduled_s: float | None
     first_token_s: float | None
+    last_token_s: float | None
     finished_s: float
     num_preemptions: int
+    num_allocated_pages: int
+    num_reused_pages: int
+    num_missed_pages: int
 
     @property
     def ttft_s(self) -> float | None:

@@ -56,9 +56,10 @@ class AddRequest:
 
 @dataclass(frozen=True)
 class AbortRequest:
-    """Client to engine: end a request."""
+    """Client to engine: end a request, for this reason."""
 
     request_id: int
+    reason: FinishReason = FinishReason.ABORT
 
 
 @dataclass(frozen=True)
@@ -406,7 +407,7 @@ def _build_error(name: str, message: str) -> LooptrtError:
 
 _BUILDERS: dict[str, Any] = {
     "AddRequest": _build_request,
-    "AbortRequest": AbortRequest,
+    "AbortRequest": lambda request_id, reason: AbortRequest(request_id, FinishReason(reason)),
     "GetStats": GetStats,
     "Shutdown": Shutdown,
     "Ready": Ready,

@@ -132,6 +132,7 @@ class Request:
         num_cached_tokens: prompt tokens shared with an earlier request or found in the
             prefix cache at first admission.
         use_prefix_cache: cleared when shared pages are too deep for the request to fit.
+        num_allocated_pages, num_reused_pages, num_missed_pages: see `FinishedRequest`.
         pages: pages held, in token order.
         page_keys, token_keys: keys of the full pages so far, with and without depths.
     """
@@ -157,9 +158,13 @@ class Request:
     page_keys: list[bytes] = field(default_factory=list)
     token_keys: list[bytes] = field(default_factory=list)
     num_preemptions: int = 0
+    num_allocated_pages: int = 0
+    num_reused_pages: int = 0
+    num_missed_pages: int = 0
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    last_token_s: float | None = None
     token_ids: Int32Array = field(init=False)
     depths: NDArray[np.int16] = field(init=False)
 

@@ -43,6 +43,10 @@ class Sampler:
             token_ids = start.token_ids.tolist()
             self._slots[start.slot] = LogitEditor(start.sampler, start.num_prompt, token_ids)
 
+    def slot(self, index: int) -> LogitEditor:
+        """What the request in a slot does to its logits."""
+        return self._slots[index]
+
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
         """Choose one token for each of the plan's samples.
 
@@ -53,11 +57,11 @@ class Sampler:
                 goes to position p + 1.
         """
         num_samples = len(plan.logit_rows)
+        slots = [self._slots[slot] for slot in plan.sample_slots.tolist()]
         failed = _not_finite(logits[:num_samples])
         if failed:
             logits = logits.clone()
             logits[list(failed)] = 0.0
-        slots = [self._slots[slot] for slot in plan.sample_slots.tolist()]
         edited = {row: slot.edit(logits[row]) for row, slot in enumerate(slots) if slot.has_edits}
         tokens = _choose(logits[:num_samples], edited, [slot.params for slot in slots], plan)
         for row in edited:
@@ -101,6 +105,7 @@ class LogitEditor:
     Attributes:
         token_ids: kept up to date only where `has_edits`.
         has_edits: whether the request changes its logits before temperature and filters.
+        needs_logits: whether more than a token is made of the request's logits.
     """
 
     def __init__(self, params: SamplerParams, num_prompt: int, token_ids: list[int]) -> None:
@@ -116,6 +121,7 @@ class LogitEditor:
         self._num_generated: Tensor | None = None
         masks = bool(params.min_tokens or params.bad_words)
         self.has_edits = masks or params.has_penalty or params.embedding_bias is not None
+        self.needs_logits = self.has_edits or params.logprobs is not None
 
     def edit(self, logits: Tensor) -> Tensor:
         """[vocab] logits to [vocab] float64 scores, -inf where a token must not come.

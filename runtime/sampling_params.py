@@ -17,8 +17,8 @@ from looptrt.errors import RequestError
 MAX_SEED = 2**63 - 1
 _MAX_INT = 2**31 - 1
 _MAX_STOP_IDS = 256
-_MAX_STOPS = 64
-_MAX_STOP_LEN = 1024
+_MAX_WORDS = {"stop": 64, "bad_words": 1024}
+_MAX_WORD_LEN = 1024
 _MAX_LOOPS = 2**15 - 1  # recorded depths are int16
 _MAX_NUMBER = 1e30  # so that no product of two values nears the end of float64
 _GREEDY_BELOW = 1e-5
@@ -119,7 +119,8 @@ class SamplingParams:
         bad_words: texts and lists of token ids that the answer never completes: the last
             token is masked wherever prompt and answer end in all before it. A text stands
             for its encoding with and without a space in front; other ways to split it into
-            tokens stay possible. Where masks leave no token, they do not apply.
+            tokens stay possible. Where masks leave no token, they do not apply. At most 1024,
+            each of at most 1024 characters or ids.
         embedding_bias: a finite number for each token of the vocabulary, added to the logits
             as float32.
         seed: from 0 to 2**63 - 1; the draw for a token depends on nothing but the seed and
@@ -138,7 +139,8 @@ class SamplingParams:
         include_stop: keep what ended the answer in its text.
         skip_special_tokens: leave special tokens out of the text.
         exclude_input: False puts the prompt in front of the answer's text and token ids.
-        truncate_prompt_tokens: keep only this many of the prompt's last tokens.
+        truncate_prompt_tokens: keep only this many of the prompt's last tokens. A text that
+            is 16 times longer than any prompt could be is refused all the same.
         loops: S, loops of generated tokens; None means the model's default, or the engine's
             limit where that is lower.
         prefill_loops: P, loops of prompt tokens but the last; None means `loops`.
@@ -204,11 +206,11 @@ class SamplingParams:
     cache_salt: str | None = None
     priority: int = 0
 
-    def __new__(cls, **fields: Any) -> Self:  # noqa: ANN401 - __init__ has the types
+    def __new__(cls, /, **fields: Any) -> Self:  # noqa: ANN401 - __init__ has the types
         """Refuse fields that are not there, with the reason where there is one."""
         for name in fields.keys() - cls.__dataclass_fields__.keys():
             reason = _REASONS.get(name)
-            raise RequestError(f"{name}: not supported" + (f"; {reason}" if reason else ""))
+            raise RequestError(f"{name:.80}: not supported" + (f"; {reason}" if reason else ""))
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
@@ -264,9 +266,9 @@ class SamplingParams:
             values = getattr(self, name)
             words = _entries(name, (values,) if isinstance(values, str) else values)
             object.__setattr__(self, name, tuple(_word(name, word) for word in words))
-        _check_count("stop", self.stop, _MAX_STOPS, "entries")
-        for stop in self.stop:
-            _check_count("stop", stop, _MAX_STOP_LEN, "characters or token ids in an entry")
+            _check_count(name, words, _MAX_WORDS[name], "entries")
+            for word in getattr(self, name):
+                _check_count(name, word, _MAX_WORD_LEN, "characters or token ids in an entry")
         stop_ids = tuple(dict.fromkeys(_token_ids("stop_token_ids", self.stop_token_ids)))
         _check_count("stop_token_ids", stop_ids, _MAX_STOP_IDS, "different ids")
         object.__setattr__(self, "stop_token_ids", stop_ids)

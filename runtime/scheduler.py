@@ -58,7 +58,15 @@ class SchedulerConfig:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """Counts since start, and the state of the queues and the pool now."""
+    """Counts since start, and the state of the queues and the pool now.
+
+    Attributes:
+        num_cached_units: published units that nobody uses, which can be had like free ones.
+        num_scheduled, num_context: requests in the latest step, and those of them whose
+            prompt (or what a preemption lost) ran; 0 once no request is left.
+        num_context_tokens: rows of the latter.
+        num_paused: preempted requests that wait.
+    """
 
     num_waiting: int
     num_running: int
@@ -69,6 +77,11 @@ class SchedulerStats:
     num_evictions: int
     num_prompt_tokens: int
     num_hit_tokens: int
+    num_steps: int
+    num_scheduled: int
+    num_context: int
+    num_context_tokens: int
+    num_paused: int
 
 
 class Scheduler:
@@ -109,8 +122,9 @@ class Scheduler:
         self._slot_starts: list[SlotStart] = []
         self._fork_copies: list[tuple[int, int, int, int, int]] = []
         self._in_flight: StepPlan | None = None
-        self._aborted_in_flight: list[Request] = []
-        self._num_arrived = 0
+        self._aborted_in_flight: list[tuple[Request, FinishReason]] = []
+        self._num_arrived = self._num_steps = 0
+        self._num_scheduled = self._num_context = self._num_context_tokens = 0
         self._num_preemptions = self._num_prompt_tokens = self._num_hit_tokens = 0
 
     # ---- requests in and out
@@ -133,8 +147,8 @@ class Scheduler:
         self._live[request.request_id] = request
         self._push_waiting(request)
 
-    def abort(self, request_id: int) -> None:
-        """End a request now; unknown and ended ids are harmless.
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End a request now, for this reason; unknown and ended ids are harmless.
 
         A request whose step is in flight keeps its pages until the commit of that step.
         """
@@ -147,9 +161,9 @@ class Scheduler:
             self._num_waiting -= request.num_preemptions == 0
         elif self._in_flight is not None:
             request.state = RequestState.ABORTED
-            self._aborted_in_flight.append(request)
+            self._aborted_in_flight.append((request, reason))
             return
-        self._end(request, FinishReason.ABORT, None)
+        self._end(request, reason, None)
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
@@ -157,7 +171,7 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Queue, pool and cache figures."""
-        pool = self.kv.pool
+        pool, is_busy = self.kv.pool, bool(self._live)
         return SchedulerStats(
             num_waiting=len(self._live) - self.slots.num_active,
             num_running=self.slots.num_active,
@@ -168,6 +182,11 @@ class Scheduler:
             num_evictions=pool.num_evictions,
             num_prompt_tokens=self._num_prompt_tokens,
             num_hit_tokens=self._num_hit_tokens,
+            num_steps=self._num_steps,
+            num_scheduled=self._num_scheduled if is_busy else 0,
+            num_context=self._num_context if is_busy else 0,
+            num_context_tokens=self._num_context_tokens if is_busy else 0,
+            num_paused=len(self._waiting) - self._num_waiting,
         )
 
     def check_integrity(self) -> None:
@@ -208,20 +227,20 @@ class Scheduler:
         if plan.exits is not None:
             slots.depths[sampled, plan.positions[plan.logit_rows]] = result.depths
         self._advance(plan)
-        slots.append(sampled, token_ids)
         request_ids = slots.request_id[sampled]
-        stopped = (slots.stop_ids[sampled] == token_ids[:, None]).any(axis=1)
-        ended = stopped | (slots.num_tokens[sampled] >= slots.limit[sampled])
         alive = np.ones(len(sampled), np.bool_)
-        for request in self._aborted_in_flight:
+        for request, reason in self._aborted_in_flight:
             alive &= sampled != request.slot
-            self._end(request, FinishReason.ABORT, None)
+            self._end(request, reason, None)
         self._aborted_in_flight.clear()
         for row in result.failed:
             if alive[row]:
                 alive[row] = False
                 self._end(slots.request(int(sampled[row])), FinishReason.ERROR, None)
-        self._stamp_first_tokens(sampled[alive])
+        slots.append(sampled[alive], token_ids[alive])
+        stopped = (slots.stop_ids[sampled] == token_ids[:, None]).any(axis=1)
+        ended = stopped | (slots.num_tokens[sampled] >= slots.limit[sampled])
+        self._stamp_tokens(sampled[alive])
         for row in np.flatnonzero(ended & alive).tolist():
             reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
             stop_id = int(token_ids[row]) if stopped[row] else None
@@ -379,6 +398,9 @@ class Scheduler:
         if request.first_scheduled_s is None:
             request.first_scheduled_s = self._clock()
             request.num_cached_tokens = num_cached
+            request.num_reused_pages = len(shared)
+            num_pages = self.kv.layout.num_pages(request.num_prompt)
+            request.num_missed_pages = num_pages - len(shared)
             self._num_prompt_tokens += request.num_prompt
             self._num_hit_tokens += num_cached
         return slot
@@ -405,6 +427,9 @@ class Scheduler:
         logit_rows = (cu_seqlens[1:] - 1)[is_last]
         sample_slots = seq_slots[is_last].astype(np.int32)
         slot_starts, self._slot_starts = self._slot_starts, []
+        self._num_steps += 1
+        self._num_scheduled, self._num_context = len(seq_slots), len(chunks)
+        self._num_context_tokens = sum(chunks.values())
         return StepPlan(
             input_ids=slots.token_ids[row_slots, positions],
             positions=positions,
@@ -459,8 +484,9 @@ class Scheduler:
         requests = self.slots.request_id[plan.prompt_slots].tolist()
         return list(zip(requests, positions, result.prompt_logprobs, strict=True))
 
-    def _stamp_first_tokens(self, sampled: Int32Array) -> None:
+    def _stamp_tokens(self, sampled: Int32Array) -> None:
         now = self._clock()
+        self.slots.last_token_s[sampled] = now
         is_first = self.slots.num_tokens[sampled] == self.slots.num_prompt[sampled] + 1
         for slot in sampled[is_first].tolist():
             self.slots.request(slot).first_token_s = now
@@ -486,6 +512,12 @@ class Scheduler:
                 first_scheduled_s=request.first_scheduled_s,
                 first_token_s=request.first_token_s,
                 finished_s=self._clock(),
+                last_token_s=request.last_token_s,
+                num_prompt_tokens=request.num_prompt,
+                num_generated_tokens=len(request.token_ids) - request.num_prompt,
+                num_allocated_pages=request.num_allocated_pages,
+                num_reused_pages=request.num_reused_pages,
+                num_missed_pages=request.num_missed_pages,
             )
         )
 

@@ -28,6 +28,7 @@ class Slots:
         limit: [max_slots] tokens at which the request ends.
         loops: [max_slots] S.
         priority, arrival: [max_slots] rank of the request.
+        last_token_s: [max_slots] when the newest generated token came, NaN before the first.
         scores_prompt: [max_slots] whether the prompt's log-probabilities are wanted.
         may_exit: [max_slots] whether generated tokens may stop before S loops.
         stop_ids: [max_slots, width] ids that end the request, NO_TOKEN beyond them.
@@ -47,6 +48,7 @@ class Slots:
         self.noise_seed, self.request_id, self.priority, self.arrival = (
             np.zeros(max_slots, np.int64) for _ in range(4)
         )
+        self.last_token_s: NDArray[np.float64] = np.full(max_slots, np.nan)
         self.stop_ids: NDArray[np.int32] = np.full((max_slots, 1), NO_TOKEN, np.int32)
         self._free = list(range(max_slots - 1, -1, -1))
 
@@ -77,6 +79,7 @@ class Slots:
         self.request_id[slot] = request.request_id
         self.priority[slot] = request.priority
         self.arrival[slot] = request.arrival
+        self.last_token_s[slot] = np.nan if request.last_token_s is None else request.last_token_s
         self.scores_prompt[slot] = request.sampler.prompt_logprobs is not None
         self.may_exit[slot] = request.exit.rule is not ExitRule.NONE
         self._set_stop_ids(slot, request.stop_token_ids)
@@ -89,6 +92,8 @@ class Slots:
         num_tokens = self.num_tokens[slot]
         request.token_ids = self.token_ids[slot, :num_tokens].copy()
         request.depths = self.depths[slot, :num_tokens].copy()
+        if num_tokens > request.num_prompt:
+            request.last_token_s = float(self.last_token_s[slot])
         request.slot = None
         self.requests[slot] = None
         self.active[slot] = False

@@ -12,6 +12,9 @@ from pathlib import Path
 from looptrt.errors import CheckpointError, ManifestError, RequestError
 from looptrt.models.tokenizer_file import TOKENIZER_NAME, open_tokenizer
 
+# Tokenizers can drop or merge a part of a text, spaces above all; none makes it this much shorter.
+_MARGIN = 16
+
 
 class Tokenizer:
     """An engine directory's tokenizer.
@@ -28,6 +31,7 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._num_tail = self._count_tail()
+        self._longest = max(map(len, self._tokenizer.get_vocab()), default=1)
 
     @staticmethod
     def of_engine(engine_dir: Path) -> Tokenizer | None:
@@ -52,11 +56,28 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise RequestError(f"prompt: not valid Unicode text: {error}") from None
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            # Unlike `encode` it lets other threads run meanwhile; the ids are the same.
+            (encoding,) = self._tokenizer.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
         except Exception as error:  # tokenizers raises nothing more specific
             raise RequestError(f"prompt: the tokenizer cannot encode it: {error}") from error
         ids: list[int] = encoding.ids
         return ids[: len(ids) - self._num_tail] if add_special_tokens and self._num_tail else ids
+
+    def check_length(self, name: str, text: str, max_input_len: int) -> None:
+        """Refuse what is far too long before time and memory go into its encoding.
+
+        Raises:
+            RequestError: the text is `_MARGIN` times longer than `max_input_len` of the longest
+                tokens; names the field.
+        """
+        most = _MARGIN * max_input_len * self._longest
+        if len(text) > most:
+            raise RequestError(
+                f"{name}: expected at most {most} characters, {_MARGIN} times what "
+                f"max_input_len {max_input_len} tokens can spell, got {len(text)}"
+            )
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids."""

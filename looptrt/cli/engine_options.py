@@ -7,13 +7,21 @@ of it that a person may set has one flag here, spelt with dashes or underscores.
 from __future__ import annotations
 
 import argparse
+import os
+from pathlib import Path
 from typing import Any
 
 from looptrt.cli.terminal import byte_count
 from looptrt.runtime.config import EngineConfig
 
 _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
-    ("kv_cache_bytes", byte_count, "SIZE", "KV memory (default: for the limits, at most 1GiB)"),
+    ("kv_cache_bytes", byte_count, "SIZE", "KV memory (default: CPU for the limits, up to 1GiB)"),
+    (
+        "kv_cache_free_gpu_memory_fraction",
+        float,
+        "X",
+        "GPU KV memory without --kv_cache_bytes, of what weights leave free (default: 0.9)",
+    ),
     ("max_batch_size", int, "N", "sequences in one step (default: as built)"),
     ("max_num_tokens", int, "N", "rows in one step (default: as built)"),
     ("max_seq_len", int, "N", "prompt and answer together (default: as built)"),
@@ -21,10 +29,16 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("max_logprobs", int, "N", "log-probabilities a request may ask for (default: 1024)"),
     ("prefix_grid", int, "N", "hits and chunks end at multiples of N tokens (default: free)"),
     ("prefix_depth", str, "HOW", "pages to reuse: exact or at_least (default: exact)"),
-    ("device", str, "DEVICE", "cpu, cuda or cuda:N (default: cpu)"),
+    ("device", str, "DEVICE", "auto, cpu, cuda or cuda:N (default: auto)"),
+    ("backend", str, "NAME", "auto, pytorch, tensorrt or tensorrt_rtx (default: as built)"),
+    ("cache_dir", str, "DIR", "what is known of this GPU's kernels (default: ~/.cache/looptrt)"),
     ("num_threads", int, "N", "CPU threads of the engine (default: by the model's width)"),
     ("start_timeout_s", float, "S", "how long loading may take (default: 300)"),
     ("step_timeout_s", float, "S", "how long a step may take (default: 600)"),
+)
+_SWITCHES = (
+    ("enable_prefix_cache", "reuse the KV of equal prompt beginnings (default: yes)"),
+    ("require_exact", "no start with a GPU kernel without PyTorch's bits (default: no)"),
 )
 
 
@@ -33,12 +47,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     for name, kind, metavar, text in _OPTIONS:
         group.add_argument(*_spellings(name), dest=name, type=kind, metavar=metavar, help=text)
-    group.add_argument(
-        *_spellings("enable_prefix_cache"),
-        dest="enable_prefix_cache",
-        action=argparse.BooleanOptionalAction,
-        help="reuse the KV of equal prompt beginnings (default: yes)",
-    )
+    for name, text in _SWITCHES:
+        action = argparse.BooleanOptionalAction
+        group.add_argument(*_spellings(name), dest=name, action=action, help=text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -47,9 +58,17 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     Raises:
         EngineError: a value is out of range; names the field.
     """
-    names = (*(name for name, *_ in _OPTIONS), "enable_prefix_cache")
+    names = [name for name, *_ in (*_OPTIONS, *_SWITCHES)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    if "cache_dir" not in given and (cache := user_cache_dir()) is not None:
+        given["cache_dir"] = cache
     return EngineConfig(**given)
+
+
+def user_cache_dir() -> str | None:
+    """Our folder where XDG_CACHE_HOME points; None without it."""
+    root = os.environ.get("XDG_CACHE_HOME")
+    return str(Path(root) / "looptrt") if root else None
 
 
 def _spellings(name: str) -> tuple[str, ...]:

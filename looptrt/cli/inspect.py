@@ -102,7 +102,10 @@ def _print_report(manifest: Manifest, report: dict[str, Any]) -> None:
     )
     phases = Table("phase", "inputs", "outputs", "files", title="Phases")
     for name, phase in manifest.phases.items():
-        files = ", ".join(file for file in (phase.onnx, phase.engine) if file is not None)
+        files = phase.onnx
+        if phase.engine is not None:
+            gpus = ", ".join(phase.engine.compute_capabilities)
+            files += f", {phase.engine.file} (TensorRT {phase.engine.tensorrt}, GPUs of {gpus})"
         phases.add_row(name, ", ".join(phase.inputs), ", ".join(phase.outputs), files)
     console.print(phases, _kv_table(report), _memory_table(report))
 

@@ -1,4 +1,4 @@
-"""`looptrt verify`: a checkpoint's logits against Transformers."""
+"""`looptrt verify`: an engine on this machine, or a checkpoint's logits against Transformers."""
 
 from __future__ import annotations
 
@@ -8,21 +8,41 @@ from pathlib import Path
 
 from rich.table import Table
 
+from looptrt.cli import verify_engine
 from looptrt.cli.guard import DIFFERS, show_logs
 from looptrt.cli.terminal import Commands, make_console
+from looptrt.errors import LooptrtError
 
 
 def add_parser(commands: Commands) -> None:
     """Declare `looptrt verify`."""
-    parser = commands.add_parser("verify", help="checkpoint against the reference's logits")
+    parser = commands.add_parser("verify", help="engine or checkpoint against its reference")
     parser.description = (
-        "Compare our logits of a Hugging Face checkpoint with those of this Python's own "
-        "Transformers, in float32 and in the checkpoint's dtype. Exit code 1: they differ by "
-        "more than rounding."
+        "With ENGINE_DIR: check its files, and every kernel it would use on this machine's GPU "
+        "against the installed PyTorch, on the engine's shapes. With --checkpoint: compare our "
+        "logits of a Hugging Face checkpoint with those of this Python's own Transformers, in "
+        "float32 and in the checkpoint's dtype; exit code 1 says that they differ by more than "
+        "rounding."
     )
     parser.set_defaults(command=run)
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--reference", choices=("hf",), required=True)
+    engine = parser.add_argument_group("an engine")
+    engine.add_argument("engine_dir", type=Path, nargs="?", metavar="ENGINE_DIR")
+    engine.add_argument(
+        "--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N"
+    )
+    engine.add_argument(
+        "--strict",
+        action="store_true",
+        help="exit code 1 on a mismatch, 3 if no GPU could be tested",
+    )
+    engine.add_argument("--json", action="store_true", help="print JSON")
+    _add_checkpoint(parser)
+
+
+def _add_checkpoint(whole: argparse.ArgumentParser) -> None:
+    parser = whole.add_argument_group("a checkpoint")
+    parser.add_argument("--checkpoint", type=Path, metavar="DIR")
+    parser.add_argument("--reference", choices=("hf",), help="needed with --checkpoint")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run the checkpoint's modelling code"
     )
@@ -42,6 +62,12 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; returns the exit code."""
+    if (args.engine_dir is None) == (args.checkpoint is None):
+        raise LooptrtError("verify: expected ENGINE_DIR or --checkpoint, one of them")
+    if args.checkpoint is None:
+        return verify_engine.run(args)
+    if args.reference is None:
+        raise LooptrtError("verify: --checkpoint needs --reference hf")
     from looptrt.builder.compare import verify_checkpoint  # noqa: PLC0415 - see cli.build
 
     with show_logs(logging.WARNING):

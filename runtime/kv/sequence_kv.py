@@ -83,11 +83,12 @@ class SequenceKv:
 
     def grow(self, slot: int, num_tokens: int) -> bool:
         """Allocate pages until `num_tokens` fit; False when units ran out on the way."""
+        request = self._slots.request(slot)
         while self._slots.capacity[slot] < num_tokens:
-            page_idx = len(self._slots.request(slot).pages)
-            page = self.pool.allocate(self._page_depth(slot, page_idx))
+            page = self.pool.allocate(self._page_depth(slot, len(request.pages)))
             if page is None:
                 return False
+            request.num_allocated_pages += 1
             self._append(slot, page)
         return True
 
