@@ -1,6 +1,7 @@
 # One command per thing a person does; each sets up .venv first if it has to.
-#   make demo | test | test-full | lint | format | clean
-# PYTHON=/path/to/python chooses the interpreter, TORCH=... the torch requirement.
+#   make demo | test | test-full | plugins | triton-server | lint | format | clean
+# PYTHON=/path/to/python chooses the interpreter, TORCH=... the torch requirement,
+# CUDA_ARCHITECTURES=90 the GPUs that `make plugins` compiles for.
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 TORCH ?= torch==2.13.0
@@ -8,13 +9,14 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 NOT_HERE := not gpu and not multi_gpu and not nightly
+CUDA_ARCHITECTURES ?= 80;90
 CXX_SOURCES = $(shell find plugins -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
 # A candidate counts only if it runs: shims of absent versions sit on PATH on some machines.
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: help venv demo test test-full lint format clean
+.PHONY: help venv demo test test-full plugins triton-server lint format clean
 
 help:
 	@sed -n 's/^#   //p; s/^# PYTHON/PYTHON/p' Makefile
@@ -53,6 +55,17 @@ test: venv
 
 test-full: venv
 	$(PYTEST) -m "$(NOT_HERE) and full"
+
+# The CUDA plugin library, with nvcc on PATH or else the compiler of PyPI's wheels.
+plugins: venv
+	@command -v nvcc >/dev/null || $(BIN)/python -m pip install '.[cuda-build]'
+	$(BIN)/cmake -S . -B build/cuda -DLOOPTRT_CUDA=ON \
+	  -DLOOPTRT_CUDA_ARCHITECTURES="$(CUDA_ARCHITECTURES)" -DPython3_EXECUTABLE=$(BIN)/python
+	$(BIN)/cmake --build build/cuda --parallel
+
+# A Triton Inference Server in an environment of its own, under the user's cache directory.
+triton-server: venv
+	$(BIN)/looptrt triton --install_server
 
 lint: venv
 	$(BIN)/ruff format --check .

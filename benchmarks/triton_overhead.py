@@ -1,0 +1,300 @@
+"""What Triton costs on top of the Python API: time to first token and throughput, in one run.
+
+The same prompts at the same number of streams through the Python API (the engine in its own
+process), `tensorrt_llm` and `ensemble` over streaming gRPC, and generate_stream over HTTP.
+Each stream asks its next prompt when the last one is answered. The ways take turns round by
+round; the first round is left out, the figures are medians of the others.
+
+    python benchmarks/triton_overhead.py [--out benchmarks/results/triton.json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import grpc
+import numpy as np
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from looptrt import LLM, SamplingParams  # noqa: E402
+from looptrt.runtime.config import EngineConfig  # noqa: E402
+from looptrt.runtime.triton.server_env import SERVER_REQUIREMENT  # noqa: E402
+from running_server import RunningServer, running_server  # noqa: E402 - found by the line above
+
+PROMPT = "n=5;a=0;y=s;m=7;f=2;s=m;p=y;t=y;?mft>"
+NEW_TOKENS = 32
+LOADS = {1: 10, 8: 40, 32: 128}  # streams, and requests of a round
+TIMEOUT_S = 120.0
+MAX_TTFT_MORE_S = 0.005
+MIN_THROUGHPUT_SHARE = 0.9
+
+# A request: yields when something of the answer has come; the answer is done at the end.
+Ask = Callable[[int], AsyncIterator[None]]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One way at one load.
+
+    Attributes:
+        ttft_s: median over the requests.
+        tokens_per_s: of all streams together.
+    """
+
+    ttft_s: float
+    tokens_per_s: float
+
+
+async def run_round(ask: Ask, num_streams: int, num_requests: int) -> Round:
+    """Closed loop: each stream takes the next prompt until none is left."""
+    numbers = iter(range(num_requests))
+    firsts_s: list[float] = []
+
+    async def stream() -> None:
+        for number in numbers:
+            start_s = time.perf_counter()
+            first_s = None
+            async for _ in ask(number):
+                first_s = first_s or time.perf_counter()
+            assert first_s is not None
+            firsts_s.append(first_s - start_s)
+
+    start_s = time.perf_counter()
+    async with asyncio.timeout(TIMEOUT_S):
+        await asyncio.gather(*(stream() for _ in range(num_streams)))
+    wall_s = time.perf_counter() - start_s
+    return Round(statistics.median(firsts_s), num_requests * NEW_TOKENS / wall_s)
+
+
+# ---- the ways
+
+
+def of_python(llm: LLM, prompt_ids: Sequence[int]) -> Ask:
+    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+    async def ask(_number: int) -> AsyncIterator[None]:
+        num_tokens = 0
+        async for output in llm.generate_async(list(prompt_ids), params):
+            num_tokens = output.outputs[0].num_tokens
+            yield
+        assert num_tokens == NEW_TOKENS
+
+    return ask
+
+
+def of_grpc(channel: grpc.aio.Channel, request: service_pb2.ModelInferRequest) -> Ask:
+    call = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
+
+    async def ask(_number: int) -> AsyncIterator[None]:
+        answer = call(iter([request]), timeout=TIMEOUT_S)
+        reason = None
+        async for response in answer:
+            assert not response.error_message, response.error_message
+            names = [output.name for output in response.infer_response.outputs]
+            if "finish_reason" in names:
+                reason = response.infer_response.raw_output_contents[names.index("finish_reason")]
+            yield
+        assert reason is not None
+        assert reason.endswith(b"length"), reason
+
+    return ask
+
+
+def of_http(address: str, body: Mapping[str, Any]) -> Ask:
+    host, _, port = address.partition(":")
+    payload = json.dumps(body).encode()
+    head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {address}\r\n"
+    head += f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+
+    async def ask(_number: int) -> AsyncIterator[None]:
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(head.encode() + payload)
+        is_done = False
+        while not is_done and (line := await reader.readline()):
+            if line.startswith(b"data: "):
+                is_done = b'"finish_reason":"length"' in line
+                yield
+        assert is_done
+        writer.close()
+
+    return ask
+
+
+def request_of(
+    model: str, inputs: Mapping[str, tuple[str, Any]], outputs: Sequence[str]
+) -> service_pb2.ModelInferRequest:
+    """A gRPC request, made once and sent many times."""
+    request = service_pb2.ModelInferRequest(model_name=model)
+    for name, (datatype, value) in inputs.items():
+        array = np.atleast_2d(np.array(value))
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        field = {"BYTES": "bytes", "BOOL": "bool", "INT32": "int"}[datatype] + "_contents"
+        getattr(tensor.contents, field).extend(array.reshape(-1).tolist())
+    for name in outputs:
+        request.outputs.add(name=name)
+    return request
+
+
+def ways_of(
+    llm: LLM, server: RunningServer, channel: grpc.aio.Channel, prompt_ids: Sequence[int]
+) -> dict[str, Ask]:
+    ids = {
+        "input_ids": ("INT32", prompt_ids),
+        "input_lengths": ("INT32", len(prompt_ids)),
+        "request_output_len": ("INT32", NEW_TOKENS),
+        "end_id": ("INT32", -1),
+        "streaming": ("BOOL", True),
+    }
+    text = {
+        "text_input": ("BYTES", PROMPT.encode()),
+        "max_tokens": ("INT32", NEW_TOKENS),
+        "end_id": ("INT32", -1),
+        "stream": ("BOOL", True),
+    }
+    outputs = ("finish_reason", "output_ids"), ("finish_reason", "text_output")
+    body = {"text_input": PROMPT, "max_tokens": NEW_TOKENS, "end_id": -1, "stream": True}
+    return {
+        "python": of_python(llm, prompt_ids),
+        "tensorrt_llm": of_grpc(channel, request_of("tensorrt_llm", ids, outputs[0])),
+        "ensemble": of_grpc(channel, request_of("ensemble", text, outputs[1])),
+        "generate_stream": of_http(server.http, body),
+    }
+
+
+# ---- the run
+
+Rounds = dict[str, dict[int, list[Round]]]
+
+
+async def measure(llm: LLM, server: RunningServer, num_rounds: int) -> Rounds:
+    tokenizer = llm.tokenizer
+    assert tokenizer is not None
+    async with grpc.aio.insecure_channel(server.grpc) as channel:
+        ways = ways_of(llm, server, channel, tokenizer.encode(PROMPT))
+        rounds: Rounds = {way: {load: [] for load in LOADS} for way in ways}
+        for number in range(num_rounds):
+            for load, num_requests in LOADS.items():
+                for way, ask in ways.items():
+                    result = await run_round(ask, load, num_requests)
+                    rounds[way][load].append(result)
+                    print(f"round {number}, {load:2} streams, {way:15}: {shown(result)}")
+    return rounds
+
+
+def shown(result: Round) -> str:
+    return f"TTFT {result.ttft_s * 1e3:6.2f} ms, {result.tokens_per_s:7.1f} tokens/s"
+
+
+def summary(rounds: Rounds) -> dict[str, Any]:
+    """Medians without the first round, and what each way costs over the Python API."""
+    medians = {
+        way: {
+            load: Round(
+                statistics.median(one.ttft_s for one in results[1:]),
+                statistics.median(one.tokens_per_s for one in results[1:]),
+            )
+            for load, results in loads.items()
+        }
+        for way, loads in rounds.items()
+    }
+    return {
+        way: {
+            str(load): {
+                "ttft_ms": round(one.ttft_s * 1e3, 2),
+                "tokens_per_s": round(one.tokens_per_s, 1),
+                "ttft_more_ms": round((one.ttft_s - medians["python"][load].ttft_s) * 1e3, 2),
+                "throughput_share": round(
+                    one.tokens_per_s / medians["python"][load].tokens_per_s, 3
+                ),
+            }
+            for load, one in loads.items()
+        }
+        for way, loads in medians.items()
+    }
+
+
+def misses(figures: Mapping[str, Any]) -> list[str]:
+    """Targets that were not met: time to first token at each load, throughput at the largest."""
+    missed = []
+    for way in ("tensorrt_llm", "ensemble"):
+        for load, one in figures[way].items():
+            if one["ttft_more_ms"] > MAX_TTFT_MORE_S * 1e3:
+                missed.append(f"{way}, {load} streams: TTFT {one['ttft_more_ms']} ms more")
+        share = figures[way][str(max(LOADS))]["throughput_share"]
+        if share < MIN_THROUGHPUT_SHARE:
+            missed.append(f"{way}, {max(LOADS)} streams: {share:.0%} of the throughput")
+    return missed
+
+
+def commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--engine_dir", type=Path, default=ROOT / "out" / "tiny-ouro")
+    parser.add_argument("--rounds", type=int, default=6, help="the first is left out")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "triton.json")
+    args = parser.parse_args()
+    load_before = os.getloadavg()
+    with TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        flags = ("--num_threads", "1", "--log_level", "warning")
+        with (
+            running_server(args.engine_dir, log, *flags) as server,
+            LLM(args.engine_dir, EngineConfig(num_threads=1)) as llm,
+        ):
+            rounds = asyncio.run(measure(llm, server, args.rounds))
+    figures = summary(rounds)
+    result = {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "machine": f"{cpu_model()}, {os.cpu_count()} CPUs, shared by client, server and engine",
+        "load_average_before": load_before,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": version("torch"),
+            "tritonclient": version("tritonclient"),
+            "grpcio": version("grpcio"),
+            "server": SERVER_REQUIREMENT,
+        },
+        "engine": args.engine_dir.name,
+        "new_tokens": NEW_TOKENS,
+        "requests_of_a_round": {str(load): count for load, count in LOADS.items()},
+        "rounds": args.rounds,
+        "figures": figures,
+        "missed_targets": misses(figures),
+    }
+    text = json.dumps(result, indent=2)
+    print(text)
+    args.out.write_text(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
