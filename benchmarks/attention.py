@@ -247,7 +247,8 @@ def drive_small_shapes() -> None:
     column = torch.tensor([0.0, 1.0, 0.5], dtype=torch.float64).cuda()
     whole = torch.tensor([0, 40, 7], dtype=torch.int32).cuda()
     shares = torch.tensor([0.9, 0.9, 0.1], dtype=torch.float64).cuda()
-    launch.sample(logits, column, whole, shares, shares, whole.long(), whole)
+    seeds = torch.tensor([0, 40, 7]).cuda()
+    launch.sample(logits, column, whole, shares, shares, seeds, whole)
     torch.cuda.synchronize()
 
 

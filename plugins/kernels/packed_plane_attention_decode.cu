@@ -117,6 +117,7 @@ __device__ __forceinline__ bool findItem(AttentionArgs const& args, Round const&
   lookup.first_new = ofOwner(round.sequence.first_position);
   lookup.kv_head = head / args.head_tiles;
   int last_position = ofOwner(round.sequence.last_position);
+  lookup.last_new = last_position;
   item.sequence = base + owner;
   item.rows.begin = lookup.rows.begin + tile * args.rows_a_tile;
   item.rows.end = min(item.rows.begin + args.rows_a_tile, lookup.rows.end);
@@ -549,8 +550,10 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
     return error;
   }
   int const grid = std::min<int64_t>(most, int64_t{args.num_sms} * std::max(blocks_an_sm, 1));
+  // Blocks that start early find the last fold's still there, fill some multiprocessors less than
+  // others and keep it so: on an H200, 32 sequences of 2048 then take 178 us instead of 142.
   if (cudaError_t error = launchKernel(kernel, dim3(grid), kBlock, stream, DecodeArgs{args, stages},
-                                       bytes, Start::kOverlapping);
+                                       bytes, Start::kAfterPrevious);
       error != cudaSuccess || args.max_splits == 1) {
     return error;
   }

@@ -10,8 +10,8 @@
 namespace looptrt {
 namespace {
 
-constexpr int kMaxWarps = 12;  // of a block, as many as shared memory has place for
-constexpr int kStages = 2;     // tiles of K and V in shared memory
+constexpr int kMaxWarps = 8;  // of a block, as many as shared memory has place for
+constexpr int kStages = 2;    // tiles of K and V in shared memory
 constexpr int kStaticBytes = 2 * kTileKeys * (sizeof(KeySource) + sizeof(void*)) + 128;
 
 template <int kHeadDim>
@@ -104,13 +104,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     int64_t const from = min(tile.rows.begin + row, last_row) * qkvWidth(args) + head * kHeadDim;
     copyAsync16(sharedAddress(query_tile) + Layout::byteOffset(row, chunk), qkv + from + chunk * 8);
   }
+  commitCopies();
   int const kv_head = head / args.group;
   bool const stores = head == kv_head * args.group;
   int const block_first = p.positions[tile.rows.begin];
-  KeyLookup const lookup{tile.table, tile.sequence_rows, p.positions[tile.sequence_rows.begin],
-                         kv_head};
-  KeyLookup const own{tile.table, tile.rows, block_first, kv_head};
   int const last_position = clampPosition(args, p.positions[last_row]);
+  KeyLookup const lookup{tile.table, tile.sequence_rows, p.positions[tile.sequence_rows.begin],
+                         p.positions[tile.sequence_rows.end - 1], kv_head};
+  KeyLookup const own{tile.table, tile.rows, block_first, p.positions[last_row], kv_head};
   int const num_tiles = last_position / kTileKeys + 1;
   auto const findKey = [&](int key) { return sourceOf<T>(args, lookup, key, last_position); };
   auto const hasOwn = [&](int index) {
@@ -198,7 +199,15 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     state.clear();
   };
 
-  uint32_t const queries = sharedAddress(query_tile);
+  uint32_t queries[kHeadDim / 16][4];
+  waitForCopiesBut<1>();
+  __syncthreads();
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    loadMatrices(queries[step],
+                 sharedAddress(query_tile) +
+                     Layout::byteOffset(warp * kRowsAWarp + lane % 16, 2 * step + lane / 16));
+  }
   int split = 0;
   int split_end = splitBegin(1);
   for (int index = 0; index < num_tiles; ++index) {
@@ -234,8 +243,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     multiplyKeys<T, kHeadDim>(
         scores,
         [&](int step, uint32_t (&a)[4]) {
-          loadMatrices(
-              a, queries + Layout::byteOffset(warp * kRowsAWarp + lane % 16, 2 * step + lane / 16));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = queries[step][i];
         },
         sharedAddress(key_tile));
     if (first_key + kTileKeys - 1 > warp_first) hideKeys(scores, first_key, positions);

@@ -24,16 +24,20 @@ struct alignas(16) KeySource {
 // A sequence as its keys are looked up.
 struct KeyLookup {
   int32_t const* table;
-  RowRange rows;      // of this call
-  int32_t first_new;  // position of the first of them
+  RowRange rows;                // of this call; their positions rise
+  int32_t first_new, last_new;  // positions of the first and the last of them
   int32_t kv_head;
+
+  __device__ __forceinline__ bool hasGaps() const {
+    return last_new - first_new != rows.end - rows.begin - 1;
+  }
 };
 
-// The row that stands at a position, or -1. Rows rise; most have no gaps.
+// The row that stands at a position, or -1.
 __device__ __forceinline__ int newRowAt(AttentionArgs const& args, KeyLookup const& lookup,
                                         int position) {
-  int const likely = lookup.rows.begin + (position - lookup.first_new);
-  if (likely < lookup.rows.end && args.p.positions[likely] == position) return likely;
+  if (position < lookup.first_new || position > lookup.last_new) return -1;
+  if (!lookup.hasGaps()) return lookup.rows.begin + (position - lookup.first_new);
   int low = lookup.rows.begin;
   int high = lookup.rows.end - 1;
   while (low < high) {
@@ -57,7 +61,7 @@ __device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KeyLook
   if (offset < 0) return source;
   auto const* from = reinterpret_cast<T const*>(args.p.kv_pool[0]);
   int64_t value_step = args.layer.halfStride();
-  int const row = key < lookup.first_new ? -1 : newRowAt(args, lookup, key);
+  int const row = newRowAt(args, lookup, key);
   if (row >= 0) {
     from = static_cast<T const*>(args.p.qkv);
     offset = newKeyOffset(args, row, lookup.kv_head);

@@ -52,8 +52,12 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.model or not self.model.isprintable():
             raise EngineError(f"served_model_name: expected a name, got {self.model!r:.80}")
-        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
-            raise EngineError("api_key: expected ASCII characters, not only blanks")
+        key = self.api_key
+        # A header's value is stripped: a key with blanks around it would let no one in.
+        if key is not None and not (
+            key.isascii() and key.isprintable() and key.strip() == key != ""
+        ):
+            raise EngineError("api_key: expected printable ASCII without blanks around it")
         if self.max_body_bytes < 1:
             raise EngineError(f"max_body_bytes: expected at least 1, got {self.max_body_bytes}")
         if not 0.1 <= self.io_timeout_s <= 86_400:
@@ -118,6 +122,7 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 lifespan="off",
+                http="h11",  # limits the size of headers
                 ws="none",
                 server_header=False,
                 backlog=_BACKLOG,

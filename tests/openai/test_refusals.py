@@ -129,7 +129,11 @@ def test_refusal_of_something_long_is_short(endpoint: Endpoint, fields: dict[str
 
 
 def test_body_full_of_errors_costs_no_more_than_its_first() -> None:
-    wrong = {"model": MODEL, "messages": [1] * 200_000, "logit_bias": {str(i): "" for i in range(9)}}
+    wrong = {
+        "model": MODEL,
+        "messages": [1] * 200_000,
+        "logit_bias": {str(i): "" for i in range(9)},
+    }
     tracemalloc.start()
     try:
         with pytest.raises(RequestError, match=r"messages\[0\]: expected a JSON object, got 1"):
@@ -236,6 +240,8 @@ def test_fault_of_ours_is_a_server_error_without_details(
         {"model": "a\nb"},
         {"api_key": " "},
         {"api_key": "é"},
+        {"api_key": ""},
+        {"api_key": "secret\n"},
         {"max_body_bytes": 0},
         {"io_timeout_s": 0.0},
         {"drain_timeout_s": -1.0},

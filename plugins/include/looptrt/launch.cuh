@@ -18,7 +18,8 @@ enum class Start {
 };
 
 // Blocks until all work before this kernel is done and visible; then lets an overlapping kernel
-// start. Every thread of every kernel calls it before its first access to memory.
+// start. Every thread of every kernel calls it, before its first access to memory that the kernel
+// before it may still write.
 __device__ __forceinline__ void waitForInputs() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");

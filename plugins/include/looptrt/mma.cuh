@@ -69,10 +69,11 @@ __device__ __forceinline__ void waitForCopiesBut() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// A barrier for kThreads threads that need not stand at the same place of the code.
+// A barrier for kThreads threads that need not stand at the same place of the code: bar.sync is
+// the aligned form, in which they must (and synccheck says so).
 template <int kThreads>
 __device__ __forceinline__ void syncWarps() {
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+  asm volatile("barrier.sync 1, %0;" ::"n"(kThreads) : "memory");
 }
 
 }  // namespace looptrt
