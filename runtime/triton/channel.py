@@ -129,6 +129,7 @@ class ServerChannel:
         self._sender = sender
         self._outputs = outputs
         self._final: int = server.module.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+        self._has_sent = False
 
     def send(self, tensors: Tensors, *, is_final: bool) -> None:
         """See `Channel`.
@@ -137,11 +138,19 @@ class ServerChannel:
         and Python's arrays in them, without holding the interpreter's lock.
         """
         wanted = {name: array for name, array in tensors.items() if name in self._outputs}
+        self._has_sent = True
         self._sender.send(self._server.response(wanted), flags=self._final if is_final else 0)
 
     def fail(self, code: Code, message: str) -> None:
-        """See `Channel`."""
-        self._sender.send(self._server.error(code, message), flags=self._final)
+        """See `Channel`.
+
+        Server 2.51 loses an error that follows a response on its way to another model, and its
+        final flag with it: that model would wait for ever. So there the flag comes after it.
+        """
+        error = self._server.error(code, message)
+        self._sender.send(error, flags=0 if self._has_sent else self._final)
+        if self._has_sent:
+            self._sender.send(flags=self._final)
 
     def is_cancelled(self) -> bool:
         """See `Channel`."""

@@ -10,9 +10,11 @@ the names and the `le` label of one. Gauges and counters are set a few times a s
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import queue
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
 from looptrt.errors import EngineError
@@ -35,6 +37,8 @@ _PER_TOKEN = "looptrt_loop_depth"
 
 _logger = logging.getLogger(__name__)
 
+_Key = tuple[str, tuple[tuple[str, str], ...]]  # a family's name, and a sample's labels
+
 
 class ServerMetrics:
     """Keeps a server's metrics up to date with an LLM's until it is closed.
@@ -50,7 +54,9 @@ class ServerMetrics:
         self._llm = llm
         self._labels = dict(labels)
         self._families: dict[str, ServerObject] = {}
-        self._metrics: dict[tuple[str, tuple[tuple[str, str], ...]], ServerObject] = {}
+        self._metrics: dict[_Key, ServerObject] = {}
+        self._gauges: list[ServerObject] = []
+        self._counted: defaultdict[_Key, float] = defaultdict(float)  # by this engine
         self._ended: queue.Queue[FinishedRequest] = queue.Queue(_MAX_ENDED_AHEAD)
         self._is_closed = threading.Event()
         llm.observe(self._take)
@@ -58,11 +64,11 @@ class ServerMetrics:
         self._worker.start()
 
     def close(self) -> None:
-        """Stop, and take the figures off the server."""
+        """Stop; nothing runs any more, and the counters stay as they are."""
         self._is_closed.set()
         self._worker.join(_STOP_TIMEOUT_S)
-        self._metrics.clear()
-        self._families.clear()
+        for metric in self._gauges:
+            metric.set(0.0)
 
     def _take(self, output: StepOutput) -> None:
         for ended in output.finished:
@@ -91,19 +97,22 @@ class ServerMetrics:
     def _set(self, family: Family) -> None:
         for sample in family.samples:
             assert isinstance(sample.value, float)
-            metric = self._metric(family, sample.labels)
+            key = (family.name, tuple(sorted(sample.labels.items())))
+            metric = self._metric(key, family, sample.labels)
             if family.kind is Kind.GAUGE:
                 metric.set(sample.value)
-            elif (grown := sample.value - metric.value()) > 0:
+            elif (grown := sample.value - self._counted[key]) > 0:
                 metric.increment(grown)
+                self._counted[key] = sample.value
 
-    def _metric(self, family: Family, labels: Mapping[str, str]) -> ServerObject:
-        key = (family.name, tuple(sorted(labels.items())))
+    def _metric(self, key: _Key, family: Family, labels: Mapping[str, str]) -> ServerObject:
         if key not in self._metrics:
             kinds = self._module.MetricFamily
             kind = kinds.GAUGE if family.kind is Kind.GAUGE else kinds.COUNTER
             made = self._family(family.name, family.help, kind)
-            self._metrics[key] = made.Metric(labels=dict(labels))
+            self._metrics[key] = _kept(made.Metric(labels=dict(labels)))
+            if family.kind is Kind.GAUGE:
+                self._gauges.append(self._metrics[key])
         return self._metrics[key]
 
     def _histogram(self, spec: HistogramSpec) -> ServerObject:
@@ -111,13 +120,24 @@ class ServerMetrics:
         if key not in self._metrics:
             family = self._family(spec.name, spec.help, self._module.MetricFamily.HISTOGRAM)
             labels = {**self._labels, **spec.labels}
-            self._metrics[key] = family.Metric(labels=labels, buckets=list(spec.buckets))
+            self._metrics[key] = _kept(family.Metric(labels=labels, buckets=list(spec.buckets)))
         return self._metrics[key]
 
     def _family(self, name: str, text: str, kind: ServerObject) -> ServerObject:
         if name not in self._families:
-            self._families[name] = self._module.MetricFamily(name=name, description=text, kind=kind)
+            made = self._module.MetricFamily(name=name, description=text, kind=kind)
+            self._families[name] = _kept(made)
         return self._families[name]
+
+
+def _kept(made: ServerObject) -> ServerObject:
+    """Keep an object for as long as the process lives, and beyond the interpreter's end.
+
+    A family that goes is taken off the server, which uses it on for the same model's next
+    instance: a model that is loaded anew over a running one would corrupt the server (2.51).
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+    return made
 
 
 def _flat(family: Family) -> Iterator[Family]:

@@ -20,12 +20,13 @@ from pathlib import Path
 
 from looptrt.errors import LooptrtError, RequestError
 from looptrt.runtime.llm import LLM, AnswerStream
+from looptrt.runtime.outputs import StepOutput
 from looptrt.runtime.request import FinishReason
 from looptrt.runtime.triton.channel import Channel, Code, code_of
 from looptrt.runtime.triton.requests import Wishes, is_stop, prompts_of, wishes_of
 from looptrt.runtime.triton.responses import AnswerResponses, Outputs
 
-_IDLE_LOOK_S = 0.02  # how often callers are looked for while no step ends
+_IDLE_LOOK_S = 0.1  # how often callers are looked for while no step ends
 _STOP_TIMEOUT_S = 10.0
 _ERROR = FinishReason.ERROR
 
@@ -74,11 +75,13 @@ class Service:
         self._by_key: defaultdict[str, set[_Live]] = defaultdict(set)
         self._ready: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()  # None: stop
         self._is_closed = False
+        self._has_stepped = False
         self._look = threading.Event()
         self._sender = threading.Thread(target=self._send_all, name="looptrt-send", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="looptrt-watch", daemon=True)
         self._sender.start()
         self._watcher.start()
+        llm.observe(self._note_step)
 
     def take(
         self, inputs: Outputs, channel: Channel, request_id: str = "", timeout_s: float = 0.0
@@ -170,17 +173,22 @@ class Service:
 
     # ---- what is new
 
+    def _note_step(self, _output: StepOutput) -> None:
+        self._has_stepped = True  # before the listeners hear of it, and so the sender
+
     def _wake(self, live: _Live) -> None:
         """Have the sender look at a request, once however much there is."""
         if not live.is_queued:
             live.is_queued = True
             self._ready.put(live)
-        self._look.set()
 
     def _send_all(self) -> None:
         while (live := self._ready.get()) is not None:
             live.is_queued = False  # before the poll: what comes from here on wakes again
             self._supervised(self._advance, live)
+            if self._has_stepped and self._ready.empty():  # answers go first
+                self._has_stepped = False
+                self._look.set()
 
     def _advance(self, live: _Live) -> None:
         with live.lock:
@@ -197,7 +205,10 @@ class Service:
     # ---- callers that have gone, deadlines
 
     def _watch(self) -> None:
-        """Look at every request's caller after each step, and now and then without one."""
+        """Look at every request's caller once a step, and now and then without one.
+
+        Not more often: a look is a message to the server and back, as dear as a response.
+        """
         while not self._is_closed:
             self._look.wait(_IDLE_LOOK_S if self._live else None)
             self._look.clear()

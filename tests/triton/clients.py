@@ -178,6 +178,13 @@ def opened_stream(
         yield response
 
 
+def post(server: RunningServer, path: str, body: object = None) -> tuple[int, Any]:
+    """Status and JSON of any other call."""
+    with _posted(server, path, body or {}) as response:
+        text = response.read()
+        return response.status, json.loads(text) if text else None
+
+
 def wait_until_idle(server: RunningServer) -> None:
     """Wait until no request is active and no unit is used."""
 
@@ -193,18 +200,17 @@ def wait_until_idle(server: RunningServer) -> None:
     wait_until(is_idle, "an idle engine")
 
 
-def figure(server: RunningServer, name: str, label: str = "") -> float:
-    """One figure of the metrics port."""
-    (value,) = (
+def figure(server: RunningServer, name: str, label: str = "") -> float | None:
+    """One figure of the metrics port; None before the model has set it."""
+    found = [
         value for key, value in server.figures().items() if key.startswith(name) and label in key
-    )
-    return value
+    ]
+    assert len(found) <= 1, found
+    return found[0] if found else None
 
 
 @contextlib.contextmanager
-def _posted(
-    server: RunningServer, path: str, body: dict[str, Any]
-) -> Iterator[http.client.HTTPResponse]:
+def _posted(server: RunningServer, path: str, body: object) -> Iterator[http.client.HTTPResponse]:
     connection = http.client.HTTPConnection(server.http, timeout=DEADLINE_S)
     with contextlib.closing(connection):
         connection.request("POST", path, json.dumps(body).encode())
