@@ -23,7 +23,10 @@ from tests.support.checkpoints import tiny_ouro
 
 # A build that says when its draft is there, and waits.
 STUCK = """
-import sys, time
+import signal, sys, time
+# A test run in the background ignores both, and what is ignored stays so.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from looptrt.builder import build
 from looptrt.cli import main
 
