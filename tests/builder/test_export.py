@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -235,11 +236,12 @@ def test_operators_without_a_form_are_refused(
 
 def test_invalid_graph_is_refused(tmp_path: Path, engine: tuple[Path, Manifest]) -> None:
     directory, manifest = engine
-    (tmp_path / "rank0.safetensors").symlink_to(directory / "rank0.safetensors")
+    # A copy: the checker refuses external data behind a link with the same words.
+    shutil.copy(directory / "rank0.safetensors", tmp_path)
     model = graph_of(directory, "core")
     model.graph.node[0].op_type = "compact_typo"
     onnx.save(model, tmp_path / "rank0.core.onnx")
-    with pytest.raises(BuildError, match=r"rank0\.core\.onnx: not a valid graph"):
+    with pytest.raises(BuildError, match=r"(?s)rank0\.core\.onnx: not a valid graph.*compact_typo"):
         PhaseEvaluator(tmp_path, manifest.phases["core"])
 
 
