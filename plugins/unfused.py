@@ -144,3 +144,5 @@ _OWN: dict[str, Callable[..., Any]] = {
 FORMS: dict[str, Callable[..., Any]] = {
     op.name: _OWN.get(op.name, getattr(reference, op.name)) for op in OPS
 }
+# The noise is drawn on the CPU, which no CUDA graph can hold.
+CAPTURABLE = tuple(name for name in FORMS if name != "position_keyed_noise")

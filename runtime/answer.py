@@ -198,4 +198,6 @@ def _metrics(ends: list[FinishedRequest]) -> RequestMetrics:
         num_allocated_pages=sum(end.num_allocated_pages for end in ends),
         num_reused_pages=sum(end.num_reused_pages for end in ends),
         num_missed_pages=sum(end.num_missed_pages for end in ends),
+        num_draft_tokens=sum(end.num_draft_tokens for end in ends),
+        num_accepted_tokens=sum(end.num_accepted_tokens for end in ends),
     )

@@ -7,6 +7,7 @@ Invariant: a limit may be lowered below the built engine's, never raised.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -15,6 +16,7 @@ from looptrt.manifest import BACKENDS, BuildLimits, Manifest
 from looptrt.runtime.sampling_params import MAX_SEED, shown
 
 PrefixDepth = Literal["exact", "at_least"]
+CudaGraphs = Literal["auto", "step", "loop", "off"]
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
@@ -40,11 +42,20 @@ class EngineConfig:
             multiple of the page size; None leaves both free.
         prefix_depth: `exact` reuses pages of the prompt's own depth, `at_least` deeper
             ones too, which changes outputs.
+        prefill_share: let prompts that do not fit beside running answers have up to S whole
+            steps between two steps with answers, S being the deepest answer's loops: first
+            tokens come earlier, the others later.
+        speculative_loops: up to four running requests guess tokens at this depth, which one
+            step at full depth verifies; answers stay the same. None makes no guesses.
         noise_seed: seed of the random initial state of requests that set none.
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if the plugin library can
             run there, else the CPU.
         backend: `auto` is the one that the engine was built for; `pytorch` runs every engine
             directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
+        cuda_graphs: what of a small step on a GPU is a CUDA graph: `step` all of it where that is
+            possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`.
+        fused_kernels: run operators on a GPU by the plugin library's kernels; False runs each
+            as the chain of PyTorch's operators whose bits it has.
         require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
             does not give them, instead of running that operator op by op.
         cache_dir: where what was learned about this machine's kernels is kept between starts;
@@ -68,9 +79,13 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     prefix_grid: int | None = None
     prefix_depth: PrefixDepth = "exact"
+    prefill_share: bool = True
+    speculative_loops: int | None = None
     noise_seed: int = 0
     device: str = "auto"
     backend: str = "auto"
+    cuda_graphs: CudaGraphs = "auto"
+    fused_kernels: bool = True
     require_exact: bool = False
     cache_dir: str | None = None
     num_threads: int | None = None
@@ -84,6 +99,7 @@ class EngineConfig:
             "max_num_tokens",
             "max_seq_len",
             "prefix_grid",
+            "speculative_loops",
             "num_threads",
         ):
             if getattr(self, name) is not None:
@@ -94,11 +110,15 @@ class EngineConfig:
         for name in ("start_timeout_s", "step_timeout_s"):
             _check_seconds(name, getattr(self, name))
         _check_share("kv_cache_free_gpu_memory_fraction", self.kv_cache_free_gpu_memory_fraction)
-        for name in ("enable_prefix_cache", "require_exact"):
+        self._check_choices()
+
+    def _check_choices(self) -> None:
+        for name in ("enable_prefix_cache", "prefill_share", "fused_kernels", "require_exact"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "true or false", getattr(self, name))
-        if self.prefix_depth not in get_args(PrefixDepth):
-            raise _wrong("prefix_depth", "exact or at_least", self.prefix_depth)
+        for name, choices in (("prefix_depth", PrefixDepth), ("cuda_graphs", CudaGraphs)):
+            if getattr(self, name) not in get_args(choices):
+                raise _wrong(name, _any_of(get_args(choices)), getattr(self, name))
         if not isinstance(self.device, str) or not _DEVICES.fullmatch(self.device):
             raise _wrong("device", "auto, cpu, cuda or cuda:N", self.device)
         if self.backend not in ("auto", *BACKENDS):
@@ -137,6 +157,10 @@ def _lowered(name: str, value: int | None, built: int) -> int:
 def _check_int(name: str, value: object, *, low: int, high: int = 2**63 - 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise _wrong(name, f"an integer from {low} to {high}", value)
+
+
+def _any_of(choices: Sequence[str]) -> str:
+    return f"{', '.join(choices[:-1])} or {choices[-1]}"
 
 
 def _check_seconds(name: str, value: object) -> None:

@@ -1,13 +1,15 @@
 """One engine: a scheduler, an executor and the loop step between them, single-threaded.
 
 Owns sizing of the KV pool and the cache identity; leaves transport, text and waiting to
-the clients in front of it. Invariant: between steps no plan is in flight.
+the clients in front of it. Invariant: plans are run and committed in the order in which they
+were made; at most one is in flight between steps, and only where the GPU works on it meanwhile.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import resource
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,6 +20,7 @@ import torch
 from looptrt.errors import EngineError, RequestError
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import TENSORRT_BACKENDS, WEIGHTS_NAME, Manifest
+from looptrt.plugins import ops, unfused
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.device import choose_device, free_beside_scratch
 from looptrt.runtime.executor.base import Executor
@@ -31,6 +34,7 @@ from looptrt.runtime.outputs import StepOutput
 from looptrt.runtime.pool_size import pool_units
 from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from looptrt.runtime.step_plan import StepPlan, StepResult
 
 # Below this width a second CPU thread costs more in barriers than it brings (docs/log.md).
 _THREADED_HIDDEN_SIZE = 512
@@ -67,7 +71,10 @@ class EngineCore:
             weight_bytes = self.manifest.files[WEIGHTS_NAME][1]
             free_bytes = torch.cuda.mem_get_info(device)[0] + weight_bytes
         elif device.type == "cuda":
-            settle_kernels(self.manifest, config, device)
+            if config.fused_kernels:
+                settle_kernels(self.manifest, config, device)
+            else:
+                ops.use_unfused(unfused.CAPTURABLE)
             make_executor = CudaExecutor
             limits = config.limits(self.manifest)
             free_bytes = free_beside_scratch(device, self.manifest, limits)
@@ -80,9 +87,12 @@ class EngineCore:
             num_units=scheduler_config.num_units,
             device=device,
         )
+        if isinstance(self.executor, CudaExecutor) and backend not in TENSORRT_BACKENDS:
+            self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
         self.scheduler = Scheduler(
             scheduler_config, self.manifest.layout, cache_identity(self.manifest)
         )
+        self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -105,11 +115,24 @@ class EngineCore:
         return self.scheduler.has_work()
 
     def step(self) -> StepOutput:
-        """Run one step and return its tokens and the requests it ended."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        """Finish one step, start the next one where that is possible without its tokens.
+
+        Returns:
+            The finished step's tokens and the requests it ended.
+        """
+        if not self._in_flight:
+            self._submit(self.scheduler.schedule())
+        if not self._in_flight:
             return StepOutput([], [], [], self.scheduler.take_ended())
-        return self.scheduler.commit(plan, self.executor.execute(plan))
+        plan, result = self._in_flight[0]
+        if self.executor.runs_ahead(plan):
+            self._submit(self.scheduler.schedule_ahead())
+        self._in_flight.popleft()
+        return self.scheduler.commit(plan, result())
+
+    def _submit(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self._in_flight.append((plan, self.executor.submit(plan)))
 
     def stats(self) -> dict[str, int | float]:
         """Queue, pool, cache and memory figures by name."""
@@ -118,6 +141,7 @@ class EngineCore:
             gpu_bytes += self.executor.num_units * self.manifest.layout.unit_bytes
         return {
             **dataclasses.asdict(self.scheduler.stats()),
+            **self.executor.stats(),
             "cpu_memory_bytes": _resident_bytes(),
             "gpu_memory_bytes": gpu_bytes,
         }
@@ -183,6 +207,7 @@ def _scheduler_config(
             f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
             f"got {config.prefix_grid}"
         )
+    _check_speculation(manifest, config, recomputable)
     return SchedulerConfig(
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
@@ -192,5 +217,23 @@ def _scheduler_config(
         enable_prefix_cache=config.enable_prefix_cache,
         prefix_at_least=config.prefix_depth == "at_least",
         prefix_grid=config.prefix_grid,
-        recomputable=not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION,
+        recomputable=recomputable,
+        prefill_share=config.prefill_share,
+        draft_loops=config.speculative_loops,
     )
+
+
+def _check_speculation(manifest: Manifest, config: EngineConfig, recomputable: bool) -> None:
+    loops, layout = config.speculative_loops, manifest.layout
+    if loops is None:
+        return
+    if not recomputable:
+        raise EngineError(
+            f"speculative_loops: a guess would overwrite what kv_planes {layout.strategy.name} "
+            f"with noise {manifest.noise_mode} cannot compute again; leave it at its default"
+        )
+    if loops >= layout.max_loops:
+        raise EngineError(
+            f"speculative_loops: expected fewer than the engine's {layout.max_loops} loops, "
+            f"got {loops}"
+        )

@@ -75,12 +75,12 @@ class LatentDiff:
     """Stop when the state moves by less than a share of its norm."""
 
     def __init__(self, initial: Tensor, threshold: float) -> None:
-        self._previous, self._threshold = initial, threshold
+        self._previous, self._threshold = initial.clone(), threshold  # the state's memory is reused
 
     def stops(self, state: Tensor, logits: Callable[[], Tensor]) -> bool:
         """Compare with the state of the loop before."""
         moved = (state - self._previous).norm() / state.norm()
-        self._previous = state
+        self._previous = state.clone()
         return bool(moved < self._threshold)
 
 

@@ -27,6 +27,8 @@ class FinishedRequest:
             included.
         num_reused_pages, num_missed_pages: pages of the prompt that at first admission were
             shared with an earlier request, and those that were not.
+        num_draft_tokens, num_accepted_tokens: guesses of speculation that were verified, and
+            those that the answer kept.
     """
 
     request_id: int
@@ -45,6 +47,8 @@ class FinishedRequest:
     num_allocated_pages: int = 0
     num_reused_pages: int = 0
     num_missed_pages: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class StepOutput:
     """Tokens of one step, in parallel lists, and the requests that ended with it.
 
     Attributes:
-        request_ids: request of each token.
+        request_ids: request of each token; a request's tokens are in order, with speculation
+            there may be several.
         token_ids: new tokens, the stop token of a stopped request included.
         depths: loops run to make each token.
         finished: requests ended by the step or aborted since the last one.
@@ -90,8 +95,8 @@ class RequestMetrics:
     A point that the request never reached is None.
 
     Attributes:
-        num_preemptions, num_allocated_pages, num_reused_pages, num_missed_pages: see
-            `FinishedRequest`.
+        num_preemptions, num_allocated_pages, num_reused_pages, num_missed_pages,
+            num_draft_tokens, num_accepted_tokens: see `FinishedRequest`.
     """
 
     arrival_s: float
@@ -103,6 +108,8 @@ class RequestMetrics:
     num_allocated_pages: int
     num_reused_pages: int
     num_missed_pages: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def ttft_s(self) -> float | None:

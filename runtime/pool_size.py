@@ -12,11 +12,12 @@ from looptrt.errors import EngineError
 from looptrt.kv_layout import DTYPE_BYTES
 from looptrt.manifest import WEIGHTS_NAME, BuildLimits, Manifest
 from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.padding import MAX_GRAPH_ROWS
 
 _DEFAULT_HOST_BYTES = 1 << 30
 # The books about units are host memory; only units of tiny models reach this.
 _MOST_DEFAULT_UNITS = 1 << 20
-# CUDA's context grows by loaded kernels and cuBLAS's workspaces.
+# CUDA's context grows by loaded kernels and cuBLAS's workspaces, and as much by graphs.
 _CUDA_BYTES = 256 << 20
 
 
@@ -71,7 +72,9 @@ def step_bytes(manifest: Manifest, limits: BuildLimits) -> int:
     spec, width = manifest.spec, DTYPE_BYTES[manifest.dtype]
     row = 8 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size
     sample = (width + 2 * DTYPE_BYTES[manifest.logits_dtype]) * spec.vocab_size
-    return _CUDA_BYTES + limits.max_num_tokens * row * width + limits.max_batch_size * sample
+    # Graphs keep the memory of the largest of them beside that of steps without a graph.
+    num_rows = limits.max_num_tokens + min(limits.max_num_tokens, MAX_GRAPH_ROWS)
+    return 2 * _CUDA_BYTES + num_rows * row * width + 2 * limits.max_batch_size * sample
 
 
 def _weight_bytes(manifest: Manifest) -> int:

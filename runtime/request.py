@@ -80,6 +80,12 @@ class SamplerParams:
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1.0, 0.0, 0.0)
 
+    @property
+    def has_edits(self) -> bool:
+        """Whether the request changes its logits before temperature and filters."""
+        masks = bool(self.min_tokens or self.bad_words)
+        return masks or self.has_penalty or self.embedding_bias is not None
+
 
 class ExitRule(StrEnum):
     """How a generated token may stop before its last loop."""
@@ -132,7 +138,8 @@ class Request:
         num_cached_tokens: prompt tokens shared with an earlier request or found in the
             prefix cache at first admission.
         use_prefix_cache: cleared when shared pages are too deep for the request to fit.
-        num_allocated_pages, num_reused_pages, num_missed_pages: see `FinishedRequest`.
+        num_allocated_pages, num_reused_pages, num_missed_pages, num_draft_tokens,
+            num_accepted_tokens: see `FinishedRequest`.
         pages: pages held, in token order.
         page_keys, token_keys: keys of the full pages so far, with and without depths.
     """
@@ -161,6 +168,8 @@ class Request:
     num_allocated_pages: int = 0
     num_reused_pages: int = 0
     num_missed_pages: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     arrival_s: float = 0.0
     first_scheduled_s: float | None = None
     first_token_s: float | None = None

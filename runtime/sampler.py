@@ -119,8 +119,7 @@ class LogitEditor:
         self._bias: Tensor | None = None
         self._is_known: Tensor | None = None
         self._num_generated: Tensor | None = None
-        masks = bool(params.min_tokens or params.bad_words)
-        self.has_edits = masks or params.has_penalty or params.embedding_bias is not None
+        self.has_edits = params.has_edits
         self.needs_logits = self.has_edits or params.logprobs is not None
 
     def edit(self, logits: Tensor) -> Tensor:

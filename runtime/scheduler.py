@@ -1,14 +1,16 @@
 """Which tokens run in the next step: continuous batching with chunked prefill.
 
 Owns the waiting queue, admission, preemption and the ends of requests; leaves pages to
-`runtime.kv` and the arithmetic to the executor, to which only a StepPlan passes.
-Invariant: a request is waiting, running or ended, and holds pages only while running.
+`runtime.kv`, a plan's arrays to `planning`, guesses to `speculation` and the arithmetic to the
+executor, to which only a StepPlan passes. Invariant: a request is waiting, running or ended,
+and holds pages only while it runs or a step with its rows is in flight.
 """
 
 from __future__ import annotations
 
 import heapq
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,11 +22,18 @@ from looptrt.runtime.kv.page_pool import Page
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.kv.sequence_kv import PrefixPolicy, SequenceKv
 from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
+from looptrt.runtime.planning import (
+    CopyEntry,
+    chunk_copies,
+    decode_runs,
+    plan_ahead,
+    plan_drafts,
+    plan_step,
+)
 from looptrt.runtime.request import FinishReason, Int32Array, Request, RequestState
 from looptrt.runtime.slots import Slots
-from looptrt.runtime.step_plan import ExitRows, PlaneCopies, SlotStart, StepPlan, StepResult
-
-_NO_ROWS: Int32Array = np.empty(0, np.int32)
+from looptrt.runtime.speculation import drafting_slots, reached_samples
+from looptrt.runtime.step_plan import SlotStart, StepPlan, StepResult
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,10 @@ class SchedulerConfig:
             leave room for a whole chunk beside the other requests' rows.
         recomputable: False where KV depends on the chunk schedule: then all pages are
             reserved at admission, and there is neither preemption nor a prefix cache.
+        prefill_share: whether prompts that do not fit beside the running answers' rows may
+            have whole steps: after each step with answers up to S of them, S being the loops
+            of the deepest answer.
+        draft_loops: loops of guesses that full depth verifies; None makes none.
     """
 
     max_batch_size: int
@@ -54,6 +67,8 @@ class SchedulerConfig:
     prefix_at_least: bool = False
     prefix_grid: int | None = None
     recomputable: bool = True
+    prefill_share: bool = True
+    draft_loops: int | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +81,9 @@ class SchedulerStats:
             prompt (or what a preemption lost) ran; 0 once no request is left.
         num_context_tokens: rows of the latter.
         num_paused: preempted requests that wait.
+        num_prefill_only_steps: steps in which running answers waited for prompts.
+        num_draft_steps: steps that made guesses.
+        num_draft_tokens, num_accepted_tokens: guesses that were verified; those kept.
     """
 
     num_waiting: int
@@ -82,13 +100,18 @@ class SchedulerStats:
     num_context: int
     num_context_tokens: int
     num_paused: int
+    num_prefill_only_steps: int
+    num_draft_steps: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
 
 
 class Scheduler:
     """Plans steps and takes their results back.
 
     Calls alternate: `schedule`, run the plan, `commit` with its tokens. `add` and `abort`
-    may come at any time, also between the two.
+    may come at any time, also between the two. While a step is in flight, `schedule_ahead`
+    may plan the one after it; plans are committed in the order in which they were made.
     """
 
     def __init__(
@@ -115,17 +138,22 @@ class Scheduler:
         )
         self.kv = SequenceKv(layout, config.num_units, self.slots, identity, policy)
         self._clock = clock
-        self._waiting: list[tuple[int, int, Request]] = []
+        self._waiting: list[tuple[int, int, Request]] = []  # a heap
         self._num_waiting = 0
         self._live: dict[int, Request] = {}
         self._ended: list[FinishedRequest] = []
         self._slot_starts: list[SlotStart] = []
-        self._fork_copies: list[tuple[int, int, int, int, int]] = []
-        self._in_flight: StepPlan | None = None
+        self._fork_copies: list[CopyEntry] = []
+        self._in_flight: deque[StepPlan] = deque()
         self._aborted_in_flight: list[tuple[Request, FinishReason]] = []
+        self._retired: list[int] = []  # slots of ended requests that a plan in flight still runs
+        self._refused: tuple[Request, int] | None = None  # who lacked units, and what there was
+        self._num_held = 0  # steps in a row that held answers back
         self._num_arrived = self._num_steps = 0
         self._num_scheduled = self._num_context = self._num_context_tokens = 0
         self._num_preemptions = self._num_prompt_tokens = self._num_hit_tokens = 0
+        self._num_prefill_only_steps = self._num_draft_steps = 0
+        self._num_draft_tokens = self._num_accepted_tokens = 0
 
     # ---- requests in and out
 
@@ -159,7 +187,7 @@ class Scheduler:
             self._waiting.remove(_queue_entry(request))
             heapq.heapify(self._waiting)
             self._num_waiting -= request.num_preemptions == 0
-        elif self._in_flight is not None:
+        elif self._in_flight:
             request.state = RequestState.ABORTED
             self._aborted_in_flight.append((request, reason))
             return
@@ -167,14 +195,14 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would do or report anything."""
-        return bool(self._live or self._ended)
+        return bool(self._live or self._ended or self._in_flight)
 
     def stats(self) -> SchedulerStats:
         """Queue, pool and cache figures."""
         pool, is_busy = self.kv.pool, bool(self._live)
         return SchedulerStats(
-            num_waiting=len(self._live) - self.slots.num_active,
-            num_running=self.slots.num_active,
+            num_waiting=len(self._waiting),
+            num_running=len(self._live) - len(self._waiting),
             num_units=pool.units.num_units - 1,
             num_free_units=pool.units.num_free,
             num_cached_units=pool.cache.idle_units,
@@ -187,6 +215,10 @@ class Scheduler:
             num_context=self._num_context if is_busy else 0,
             num_context_tokens=self._num_context_tokens if is_busy else 0,
             num_paused=len(self._waiting) - self._num_waiting,
+            num_prefill_only_steps=self._num_prefill_only_steps,
+            num_draft_steps=self._num_draft_steps,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_tokens=self._num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -205,8 +237,13 @@ class Scheduler:
         Raises:
             InvariantError: the previous step was not committed.
         """
-        if self._in_flight is not None:
+        if self._in_flight:
             raise InvariantError("schedule was called before the commit of the previous step")
+        drafting = self._drafting()
+        if drafting.size:
+            assert self.config.draft_loops is not None
+            self._num_draft_steps += 1
+            return self._send(plan_drafts(self.slots, self.kv, drafting, self.config.draft_loops))
         preempted_before = self._num_preemptions
         decodes, chunks, budget = self._schedule_running()
         if self._num_preemptions == preempted_before or self.slots.num_active == 0:
@@ -215,36 +252,74 @@ class Scheduler:
             if self._waiting and self.slots.num_active == 0:
                 raise InvariantError("requests wait, nothing runs and none can be admitted")
             return None
-        self._in_flight = self._plan(decodes, chunks)
-        return self._in_flight
+        decodes = self._hold_answers(decodes, chunks)
+        copies, self._fork_copies = self._fork_copies, []
+        copies += chunk_copies(self.slots, self.kv, chunks)
+        starts, self._slot_starts = self._slot_starts, []
+        runs = decode_runs(self.slots, decodes, chunks)
+        plan = plan_step(self.slots, self.kv, runs, copies=copies, slot_starts=starts)
+        return self._send(plan, chunks)
+
+    def schedule_ahead(self) -> StepPlan | None:
+        """Plan the step after the one in flight, whose tokens are not known yet.
+
+        The plan runs one row for each request that the step in flight gives a token and that
+        its length limit lets go on. A request that turns out to have stopped runs once more in
+        vain: its token is dropped, its slot and pages come back at the commit of that plan.
+
+        Returns:
+            None where the next step needs the tokens, or has other rows than those: then it
+            is for `schedule` to plan, after the commit.
+        """
+        if len(self._in_flight) != 1 or self._may_admit() or self._drafting().size:
+            return None
+        slots, flying = self.slots, self._in_flight[0]
+        going = flying.sample_slots.astype(np.intp)
+        going = going[slots.active[going]]
+        one_each = flying.num_rows == len(flying.sample_slots) == len(flying.seq_slots)
+        is_plain = one_each and flying.exits is None and not flying.is_draft
+        if not is_plain or len(going) != np.count_nonzero(slots.active):
+            return None
+        for request, _ in self._aborted_in_flight:
+            going = going[going != request.slot]
+        going = going[slots.num_tokens[going] + 1 < slots.limit[going]]
+        ends = slots.num_tokens[going] + 1
+        for slot, end in zip(going.tolist(), ends.tolist(), strict=True):
+            if slots.capacity[slot] < end and not self.kv.grow(slot, end):
+                return None
+        return self._send(plan_ahead(slots, self.kv, going)) if going.size else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> StepOutput:
-        """Take the result of a step."""
-        if plan is not self._in_flight:
-            raise InvariantError("commit of a step that is not in flight")
-        self._in_flight = None
+        """Take the result of the oldest step in flight."""
+        if not self._in_flight or plan is not self._in_flight[0]:
+            raise InvariantError("commit of a step that is not the oldest in flight")
+        self._in_flight.popleft()
+        if plan.is_draft:
+            return self._commit_drafts(plan, result)
         slots, sampled, token_ids = self.slots, plan.sample_slots, result.token_ids
         if plan.exits is not None:
             slots.depths[sampled, plan.positions[plan.logit_rows]] = result.depths
-        self._advance(plan)
-        request_ids = slots.request_id[sampled]
-        alive = np.ones(len(sampled), np.bool_)
-        for request, reason in self._aborted_in_flight:
-            alive &= sampled != request.slot
-            self._end(request, reason, None)
-        self._aborted_in_flight.clear()
-        for row in result.failed:
-            if alive[row]:
-                alive[row] = False
-                self._end(slots.request(int(sampled[row])), FinishReason.ERROR, None)
-        slots.append(sampled[alive], token_ids[alive])
         stopped = (slots.stop_ids[sampled] == token_ids[:, None]).any(axis=1)
-        ended = stopped | (slots.num_tokens[sampled] >= slots.limit[sampled])
-        self._stamp_tokens(sampled[alive])
-        for row in np.flatnonzero(ended & alive).tolist():
+        failed = np.zeros(len(sampled), np.bool_)
+        failed[list(result.failed)] = True
+        reached = reached_samples(plan, token_ids, stopped | failed)
+        self._advance(plan, reached)
+        request_ids = slots.request_id[sampled]
+        alive = reached & slots.active[sampled]
+        for request, _ in self._aborted_in_flight:
+            alive &= sampled != request.slot
+        self._end_aborted()
+        failed &= alive
+        alive &= ~failed
+        self._append(sampled[alive], token_ids[alive])
+        for row in np.flatnonzero(failed).tolist():
+            self._end(slots.request(int(sampled[row])), FinishReason.ERROR, None)
+        ended = alive & (stopped | (slots.num_tokens[sampled] >= slots.limit[sampled]))
+        for row in np.flatnonzero(ended & _is_newest(sampled, alive)).tolist():
             reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
             stop_id = int(token_ids[row]) if stopped[row] else None
             self._end(slots.request(int(sampled[row])), reason, stop_id)
+        self._free_retired()
         return StepOutput(
             request_ids=request_ids[alive].tolist(),
             token_ids=token_ids[alive].tolist(),
@@ -271,7 +346,7 @@ class Scheduler:
         remaining = slots.num_tokens - slots.num_computed
         decodes = np.flatnonzero(slots.active & (remaining == 1))
         prefills = np.flatnonzero(slots.active & (remaining > 1))
-        budget = self.config.max_num_tokens - len(decodes)
+        budget = self._prompt_budget(decodes, prefills.size > 0)
         chunks: dict[int, int] = {}
         short = decodes[slots.num_computed[decodes] >= slots.capacity[decodes]]
         if not short.size and not prefills.size:
@@ -285,6 +360,53 @@ class Scheduler:
                 chunks[slot] = rows
                 budget -= rows
         return decodes[slots.active[decodes]], chunks, budget
+
+    def _prompt_budget(self, decodes: np.ndarray, has_prefills: bool) -> int:
+        """Rows that prompts may take: what decodes leave, or more where answers may be held."""
+        slots, budget = self.slots, self.config.max_num_tokens - len(decodes)
+        num_drafts = int(slots.num_drafts[decodes].sum())
+        if num_drafts > budget:
+            slots.num_drafts[decodes] = num_drafts = 0  # others took their room
+        if not self.config.prefill_share or not (has_prefills or self._may_admit()):
+            return budget - num_drafts
+        answers = self._answers(decodes)
+        if not answers.size or self._num_held >= slots.loops[answers].max():
+            return budget - num_drafts
+        return budget + len(answers)
+
+    def _answers(self, decodes: np.ndarray) -> np.ndarray:
+        """Those of the decoding slots that have given a token."""
+        has_answer = self.slots.num_tokens[decodes] > self.slots.num_prompt[decodes]
+        answers: np.ndarray = decodes[has_answer]
+        return answers
+
+    def _hold_answers(self, decodes: np.ndarray, chunks: dict[int, int]) -> np.ndarray:
+        """Leave answers out of a step whose prompts need their rows (the prefill share).
+
+        `_prompt_budget` gives prompts those rows only while fewer than S steps in a row did
+        without the answers, so none waits for longer than S steps.
+        """
+        num_drafts = int(self.slots.num_drafts[decodes].sum())
+        num_rows = len(decodes) + num_drafts + sum(chunks.values())
+        if num_rows <= self.config.max_num_tokens:
+            self._num_held = 0
+            return decodes
+        self._num_held += 1
+        self._num_prefill_only_steps += 1
+        return np.setdiff1d(decodes, self._answers(decodes))
+
+    def _drafting(self) -> np.ndarray:
+        """Slots that guess one more token in the next step, with room for its verification."""
+        draft_loops, slots = self.config.draft_loops, self.slots
+        if draft_loops is None or self._may_admit():
+            return np.empty(0, np.intp)
+        wanting = drafting_slots(slots, draft_loops, self.config.max_num_tokens)
+        ends = slots.num_tokens[wanting] + slots.num_drafts[wanting] + 1
+        has_room = [
+            slots.capacity[slot] >= end or self.kv.grow(slot, end)
+            for slot, end in zip(wanting.tolist(), ends.tolist(), strict=True)
+        ]
+        return wanting[has_room]
 
     def _chunk_rows(self, num_computed: int, num_tokens: int, budget: int) -> int:
         """Rows of a chunk under the token budget and the grid; 0 when it must wait."""
@@ -327,6 +449,14 @@ class Scheduler:
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._push_waiting(request)
+
+    def _may_admit(self) -> bool:
+        """Whether a waiting request may start: not the one that still lacks units."""
+        if not self._waiting or not self.slots.num_free:
+            return False
+        if self._refused is None or self._refused[0] is not self._waiting[0][2]:
+            return True
+        return self.kv.pool.num_available > self._refused[1]
 
     def _admit(self, chunks: dict[int, int], budget: int) -> None:
         """Move waiting requests to slots while budget, slots and units last."""
@@ -385,6 +515,7 @@ class Scheduler:
         if not self.config.recomputable:
             num_tokens = min(request.max_total_tokens, self.config.max_seq_len)
         if not self.kv.has_room(request, shared, num_tokens):
+            self._refused = request, self.kv.pool.num_available
             return None
         slot = self.slots.take(request)
         self.kv.share(slot, shared)
@@ -405,78 +536,62 @@ class Scheduler:
             self._num_hit_tokens += num_cached
         return slot
 
-    def _plan(self, decodes: np.ndarray, chunks: dict[int, int]) -> StepPlan:
-        slots = self.slots
-        seq_slots = np.concatenate([decodes, np.fromiter(chunks, np.intp, len(chunks))])
-        counts = np.ones(len(seq_slots), np.int32)
-        counts[len(decodes) :] = list(chunks.values())
-        cu_seqlens = np.zeros(len(seq_slots) + 1, np.int32)
-        np.cumsum(counts, out=cu_seqlens[1:])
-        begins = slots.num_computed[seq_slots]
-        row_slots, positions = seq_slots, begins
-        copies, self._fork_copies = self._fork_copies, []
-        if chunks:
-            row_slots = np.repeat(seq_slots, counts)
-            offsets = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], counts)
-            positions = np.repeat(begins, counts) + offsets
-            for slot, rows in chunks.items():
-                begin = int(slots.num_computed[slot])
-                copies.extend(self.kv.copies(slot, begin, begin + rows))
-        prompt_rows = self._prompt_rows(row_slots, positions) if chunks else _NO_ROWS
-        is_last = begins + counts == slots.num_tokens[seq_slots]
-        logit_rows = (cu_seqlens[1:] - 1)[is_last]
-        sample_slots = seq_slots[is_last].astype(np.int32)
-        slot_starts, self._slot_starts = self._slot_starts, []
+    def _send(self, plan: StepPlan, chunks: dict[int, int] | None = None) -> StepPlan:
+        """Put a plan in flight and count it."""
+        self._in_flight.append(plan)
         self._num_steps += 1
-        self._num_scheduled, self._num_context = len(seq_slots), len(chunks)
-        self._num_context_tokens = sum(chunks.values())
-        return StepPlan(
-            input_ids=slots.token_ids[row_slots, positions],
-            positions=positions,
-            depths=slots.depths[row_slots, positions].astype(np.int32),
-            noise_seeds=slots.noise_seed[row_slots],
-            cu_seqlens=cu_seqlens,
-            seq_slots=seq_slots.astype(np.int32),
-            logit_rows=logit_rows,
-            sample_slots=sample_slots,
-            prompt_rows=prompt_rows,
-            prompt_slots=row_slots[prompt_rows].astype(np.int32),
-            table_updates=self.kv.table.take_updates(),
-            copies=PlaneCopies.of(copies),
-            slot_starts=tuple(slot_starts),
-            exits=self._exit_rows(logit_rows, sample_slots, positions),
-        )
-
-    def _prompt_rows(self, row_slots: np.ndarray, positions: Int32Array) -> Int32Array:
-        """Rows before the last of prompts that are to be scored and not answered yet."""
-        slots = self.slots
-        wanted = slots.scores_prompt[row_slots] & (positions < slots.num_prompt[row_slots] - 1)
-        wanted &= slots.num_tokens[row_slots] == slots.num_prompt[row_slots]
-        return np.flatnonzero(wanted).astype(np.int32)
-
-    def _exit_rows(
-        self, logit_rows: Int32Array, sample_slots: Int32Array, positions: Int32Array
-    ) -> ExitRows | None:
-        """Sampled rows whose request lets them stop early, with the units of their pages."""
-        may_exit = self.slots.may_exit[sample_slots]
-        if not may_exit.any():
-            return None
-        rows, slots = logit_rows[may_exit], sample_slots[may_exit]
-        pages, token_index = np.divmod(positions[rows], self.kv.layout.page_size)
-        units = self.kv.table.units[slots, self.kv.layout.boundary_units :, pages]
-        return ExitRows(rows, slots, units, token_index.astype(np.int32))
+        self._num_scheduled, self._num_context = len(plan.seq_slots), len(chunks or ())
+        self._num_context_tokens = sum((chunks or {}).values())
+        return plan
 
     # ---- results
 
-    def _advance(self, plan: StepPlan) -> None:
-        """Count the step's rows as computed and publish the pages they filled."""
-        slots, size = self.slots, self.kv.layout.page_size
-        before = slots.num_computed[plan.seq_slots]
-        after = before + np.diff(plan.cu_seqlens)
-        slots.num_computed[plan.seq_slots] = after
+    def _advance(self, plan: StepPlan, reached: np.ndarray) -> None:
+        """Count the rows of the answers' tokens as computed, publish the pages they filled."""
+        slots, size, seq_slots = self.slots, self.kv.layout.page_size, plan.seq_slots
+        counts = np.diff(plan.cu_seqlens)
+        if plan.num_rows > len(seq_slots) and len(reached) > 1:
+            self._count_drafts(plan.sample_slots, reached)
+            rejected = plan.logit_rows[~reached]
+            seqs = np.searchsorted(plan.cu_seqlens, rejected, side="right") - 1
+            np.subtract.at(counts, seqs, 1)
+        before = slots.num_computed[seq_slots]
+        after = before + counts * slots.active[seq_slots]
+        slots.num_computed[seq_slots] = after
         first, end = before // size, after // size
         for seq in np.flatnonzero(end > first).tolist():
-            self.kv.publish(int(plan.seq_slots[seq]), int(first[seq]), int(end[seq]))
+            self.kv.publish(int(seq_slots[seq]), int(first[seq]), int(end[seq]))
+
+    def _count_drafts(self, sampled: Int32Array, reached: np.ndarray) -> None:
+        """Count and forget the guesses that a step verified."""
+        slots = self.slots
+        verified = np.flatnonzero(sampled[1:] == sampled[:-1]) + 1
+        kept = verified[reached[verified]]
+        np.add.at(slots.num_drafted, sampled[verified], 1)
+        np.add.at(slots.num_accepted, sampled[kept], 1)
+        slots.num_drafts[sampled] = 0
+        self._num_draft_tokens += len(verified)
+        self._num_accepted_tokens += len(kept)
+
+    def _commit_drafts(self, plan: StepPlan, result: StepResult) -> StepOutput:
+        """Keep a step's guesses; one of logits that are not finite is as good as any other."""
+        token_ids = result.token_ids.copy()
+        token_ids[list(result.failed)] = 0
+        self.slots.append_draft(plan.sample_slots, token_ids)
+        self._end_aborted()
+        return StepOutput(finished=self.take_ended())
+
+    def _append(self, sampled: Int32Array, token_ids: Int32Array) -> None:
+        """Append tokens, of which a slot may have several, in order."""
+        now = self._clock()
+        follows = np.flatnonzero(sampled[1:] == sampled[:-1]) + 1
+        self.slots.append(np.delete(sampled, follows), np.delete(token_ids, follows))
+        for row in follows.tolist():
+            self.slots.append(sampled[row : row + 1], token_ids[row : row + 1])
+        self.slots.last_token_s[sampled] = now
+        is_first = self.slots.num_tokens[sampled] == self.slots.num_prompt[sampled] + 1
+        for slot in sampled[is_first].tolist():
+            self.slots.request(slot).first_token_s = now
 
     def _scored(self, plan: StepPlan, result: StepResult) -> list[tuple[int, int, TokenLogprobs]]:
         """(request, position, log-probabilities) of the prompt tokens that the step scored."""
@@ -484,19 +599,32 @@ class Scheduler:
         requests = self.slots.request_id[plan.prompt_slots].tolist()
         return list(zip(requests, positions, result.prompt_logprobs, strict=True))
 
-    def _stamp_tokens(self, sampled: Int32Array) -> None:
-        now = self._clock()
-        self.slots.last_token_s[sampled] = now
-        is_first = self.slots.num_tokens[sampled] == self.slots.num_prompt[sampled] + 1
-        for slot in sampled[is_first].tolist():
-            self.slots.request(slot).first_token_s = now
+    def _end_aborted(self) -> None:
+        aborted, self._aborted_in_flight = self._aborted_in_flight, []
+        for request, reason in aborted:
+            self._end(request, reason, None)
+
+    def _free_retired(self) -> None:
+        """Give back slots and pages that no step in flight uses any more."""
+        retired, self._retired = self._retired, []
+        for slot in retired:
+            self._give_back(slot)
+
+    def _give_back(self, slot: int) -> None:
+        """Free a slot and its pages, or retire it while a step in flight uses them."""
+        if any((plan.seq_slots == slot).any() for plan in self._in_flight):
+            if self.slots.active[slot]:
+                self.slots.retire(slot)
+            self._retired.append(slot)
+        else:
+            self.kv.release(slot)
+            self.slots.free(slot)
 
     def _end(self, request: Request, reason: FinishReason, stop_id: int | None) -> None:
-        """The one place where a request ends and its pages go back."""
+        """The one place where a request ends; its pages go back once no step uses them."""
         kv_bytes = sum(len(page.units) for page in request.pages) * self.kv.layout.unit_bytes
         if request.slot is not None:
-            self.kv.release(request.slot)
-            self.slots.free(request.slot)
+            self._give_back(request.slot)
         aborted = reason is FinishReason.ABORT
         request.state = RequestState.ABORTED if aborted else RequestState.FINISHED
         del self._live[request.request_id]
@@ -518,6 +646,8 @@ class Scheduler:
                 num_allocated_pages=request.num_allocated_pages,
                 num_reused_pages=request.num_reused_pages,
                 num_missed_pages=request.num_missed_pages,
+                num_draft_tokens=request.num_draft_tokens,
+                num_accepted_tokens=request.num_accepted_tokens,
             )
         )
 
@@ -545,6 +675,13 @@ class Scheduler:
                 f"prompt and max_tokens: {request.num_prompt} + {request.max_new_tokens} tokens at "
                 f"depth {request.loops} need {needed} KV units, the pool has {held}"
             )
+
+
+def _is_newest(sampled: Int32Array, alive: np.ndarray) -> np.ndarray:
+    """Samples whose slot has no later one that is alive; those of a slot are adjacent."""
+    newest = np.ones(len(sampled), np.bool_)
+    newest[:-1] = (sampled[1:] != sampled[:-1]) | ~alive[1:]
+    return newest
 
 
 def _queue_entry(request: Request) -> tuple[int, int, Request]:

@@ -1,7 +1,8 @@
 """Running requests as arrays, one slot each, so that a step's host cost is a few NumPy calls.
 
 Owns the token, depth and progress arrays of running requests; leaves which request runs
-to the scheduler. Invariant: a free slot is inactive and its arrays are never read.
+to the scheduler. Invariant: a free slot is inactive, and an inactive slot's
+arrays are never planned from.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Slots:
 
     Attributes:
         requests: [max_slots] request in each slot.
-        active: [max_slots] whether the slot is taken.
+        active: [max_slots] whether the slot's request may be scheduled.
         token_ids: [max_slots, max_seq_len] known tokens: prompt, then generated.
         depths: [max_slots, max_seq_len] loops of each known token.
         num_prompt: [max_slots] tokens of the prompt.
@@ -31,13 +32,17 @@ class Slots:
         last_token_s: [max_slots] when the newest generated token came, NaN before the first.
         scores_prompt: [max_slots] whether the prompt's log-probabilities are wanted.
         may_exit: [max_slots] whether generated tokens may stop before S loops.
+        draws_alone: [max_slots] whether a token is made of its own row's logits and nothing else.
+        num_drafts: [max_slots] tokens beyond the known ones that are guesses to be verified;
+            they lie behind the known ones in `token_ids` and `depths`.
+        num_drafted, num_accepted: [max_slots] guesses verified so far, and those kept.
         stop_ids: [max_slots, width] ids that end the request, NO_TOKEN beyond them.
     """
 
     def __init__(self, max_slots: int, max_seq_len: int) -> None:
         self.requests: list[Request | None] = [None] * max_slots
-        self.active, self.may_exit, self.scores_prompt = (
-            np.zeros(max_slots, np.bool_) for _ in range(3)
+        self.active, self.may_exit, self.scores_prompt, self.draws_alone = (
+            np.zeros(max_slots, np.bool_) for _ in range(4)
         )
         self.token_ids: NDArray[np.int32] = np.zeros((max_slots, max_seq_len), np.int32)
         self.depths: NDArray[np.int16] = np.zeros((max_slots, max_seq_len), np.int16)
@@ -45,6 +50,9 @@ class Slots:
             np.zeros(max_slots, np.int32) for _ in range(3)
         )
         self.capacity, self.limit, self.loops = (np.zeros(max_slots, np.int32) for _ in range(3))
+        self.num_drafts, self.num_drafted, self.num_accepted = (
+            np.zeros(max_slots, np.int32) for _ in range(3)
+        )
         self.noise_seed, self.request_id, self.priority, self.arrival = (
             np.zeros(max_slots, np.int64) for _ in range(4)
         )
@@ -82,21 +90,33 @@ class Slots:
         self.last_token_s[slot] = np.nan if request.last_token_s is None else request.last_token_s
         self.scores_prompt[slot] = request.sampler.prompt_logprobs is not None
         self.may_exit[slot] = request.exit.rule is not ExitRule.NONE
+        sampler = request.sampler
+        self.draws_alone[slot] = not sampler.has_edits and sampler.logprobs is None
+        self.num_drafts[slot] = 0
+        self.num_drafted[slot] = request.num_draft_tokens
+        self.num_accepted[slot] = request.num_accepted_tokens
         self._set_stop_ids(slot, request.stop_token_ids)
         request.slot = slot
         return slot
 
-    def free(self, slot: int) -> Request:
-        """Take the request out of a slot; its tokens and depths go back to the request."""
+    def retire(self, slot: int) -> Request:
+        """Stop scheduling a slot; its tokens and depths go back to the request."""
         request = self.request(slot)
         num_tokens = self.num_tokens[slot]
         request.token_ids = self.token_ids[slot, :num_tokens].copy()
         request.depths = self.depths[slot, :num_tokens].copy()
+        request.num_draft_tokens = int(self.num_drafted[slot])
+        request.num_accepted_tokens = int(self.num_accepted[slot])
         if num_tokens > request.num_prompt:
             request.last_token_s = float(self.last_token_s[slot])
+        self.active[slot] = False
+        return request
+
+    def free(self, slot: int) -> Request:
+        """Take the request, retired or not, out of a slot."""
+        request = self.retire(slot) if self.active[slot] else self.request(slot)
         request.slot = None
         self.requests[slot] = None
-        self.active[slot] = False
         self._free.append(slot)
         return request
 
@@ -113,11 +133,18 @@ class Slots:
         return ranked
 
     def append(self, slots: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
-        """Append one generated token, of depth S, to each of these slots."""
+        """Append generated tokens, of depth S, one to each of these different slots."""
         ends = self.num_tokens[slots]
         self.token_ids[slots, ends] = token_ids
         self.depths[slots, ends] = self.loops[slots]
         self.num_tokens[slots] = ends + 1
+
+    def append_draft(self, slots: NDArray[np.int32], token_ids: NDArray[np.int32]) -> None:
+        """Append a guess, to run S loops when it is verified, to each of these slots."""
+        ends = self.num_tokens[slots] + self.num_drafts[slots]
+        self.token_ids[slots, ends] = token_ids
+        self.depths[slots, ends] = self.loops[slots]
+        self.num_drafts[slots] += 1
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
         missing = len(stop_ids) - self.stop_ids.shape[1]

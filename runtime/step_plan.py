@@ -107,14 +107,15 @@ class StepPlan:
     """One step: prelude over all rows, loop k over rows deeper than k, coda over all rows.
 
     Attributes:
-        input_ids: [num_rows] token ids.
+        input_ids: [num_rows] token ids; -1 for the token that the step before, not committed
+            yet, samples for the row's slot.
         positions: [num_rows] token positions in their sequences.
         depths: [num_rows] loops each row runs, at least 1.
         noise_seeds: [num_rows] seeds of the random initial state.
         cu_seqlens: [num_seqs + 1] rows of sequence i are cu_seqlens[i]:cu_seqlens[i + 1].
         seq_slots: [num_seqs] slot of each sequence in the block table.
-        logit_rows: [num_samples] rows whose logits are sampled; the next token goes to
-            positions[logit_rows] + 1.
+        logit_rows: [num_samples] rows whose logits are sampled, ascending; the next token goes
+            to positions[logit_rows] + 1. A sequence that verifies drafts has several.
         sample_slots: [num_samples] slots those rows belong to.
         prompt_rows: [num_prompt_rows] rows whose logits only score the prompt token that
             follows them.
@@ -123,6 +124,7 @@ class StepPlan:
         exits: rows whose depth is decided while the step runs.
         table_updates: block-table columns changed since the previous plan.
         copies: plane copies of this step.
+        is_draft: whether the tokens are guesses, which a later step verifies.
     """
 
     input_ids: Int32Array
@@ -139,6 +141,7 @@ class StepPlan:
     copies: PlaneCopies
     slot_starts: tuple[SlotStart, ...] = ()
     exits: ExitRows | None = None
+    is_draft: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -29,8 +29,10 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("max_logprobs", int, "N", "log-probabilities a request may ask for (default: 1024)"),
     ("prefix_grid", int, "N", "hits and chunks end at multiples of N tokens (default: free)"),
     ("prefix_depth", str, "HOW", "pages to reuse: exact or at_least (default: exact)"),
+    ("speculative_loops", int, "N", "guess at N loops, verify at all (default: no guesses)"),
     ("device", str, "DEVICE", "auto, cpu, cuda or cuda:N (default: auto)"),
     ("backend", str, "NAME", "auto, pytorch, tensorrt or tensorrt_rtx (default: as built)"),
+    ("cuda_graphs", str, "HOW", "CUDA graphs: auto, step, loop or off (default: auto)"),
     ("cache_dir", str, "DIR", "what is known of this GPU's kernels (default: ~/.cache/looptrt)"),
     ("num_threads", int, "N", "CPU threads of the engine (default: by the model's width)"),
     ("start_timeout_s", float, "S", "how long loading may take (default: 300)"),
@@ -38,6 +40,8 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
 )
 _SWITCHES = (
     ("enable_prefix_cache", "reuse the KV of equal prompt beginnings (default: yes)"),
+    ("prefill_share", "whole steps for prompts that fit beside no answer (default: yes)"),
+    ("fused_kernels", "kernels of the plugin library on a GPU (default: yes)"),
     ("require_exact", "no start with a GPU kernel without PyTorch's bits (default: no)"),
 )
 

@@ -412,16 +412,31 @@ class Core(Phase):
         inputs = self._by_name(tensors)
         state, rows = inputs["state"], inputs["rows"]
         h = _OPS.compact_gather(state, rows)
+        injection = None
         if self.spec.adapter:
             injection = _OPS.compact_gather(inputs["injection"], rows)
+        scattered: Tensor = _OPS.compact_scatter(state, self.loop(h, injection, inputs), rows)
+        return scattered
+
+    def loop(self, h: Tensor, injection: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
+        """Run one loop on all R rows given, without gather and scatter.
+
+        Args:
+            h: [R, H] their state.
+            injection: [R, H] of the same rows, None without an adapter.
+            inputs: the KV inputs of those rows.
+
+        Returns:
+            [R, H] their next state.
+        """
+        if injection is not None:
             h = F.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
             if self.spec.skip_first_adapter:
                 # A select, so that the first loop's input is the injection's own bits.
                 h = torch.where(inputs["plane"] == 0, injection, h)
         last_opening = self.norm.weight if self.spec.norm_after_loop else None
         _, closed = self._run_layers(h, inputs, last_opening)
-        scattered: Tensor = _OPS.compact_scatter(state, closed, rows)
-        return scattered
+        return closed
 
 
 class Coda(Phase):

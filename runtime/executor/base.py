@@ -78,7 +78,25 @@ class Executor(ABC):
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step."""
+        return self.submit(plan)()
+
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start a step; what is returned waits for its result and is called once.
+
+        A backend may leave all of the work to that call.
+        """
         self._start_slots(plan)
+        return partial(self._run_phases, plan)
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether a step that needs this one's tokens may be submitted before they are known."""
+        return False
+
+    def stats(self) -> dict[str, int | float]:
+        """Figures of this backend by name."""
+        return {}
+
+    def _run_phases(self, plan: StepPlan) -> StepResult:
         self.update_table(plan)
         step = self._step_tensors(plan)
         self._copy(plan.copies.due(0, 1))
@@ -124,7 +142,7 @@ class Executor(ABC):
         self, plan: StepPlan, step: Tensors, carried: Tensors, rows: Int32Array
     ) -> torch.Tensor:
         """[n, vocab] float32 logits of some rows as they are now; their coda KV is rewritten."""
-        chosen = self._loop_tensors(select_rows(plan, rows))
+        chosen = self.stage(vars(select_rows(plan, rows)))
         state = carried["state"][chosen["rows"].long()]
         every = self.to_device(np.arange(len(rows), dtype=np.int32))
         coda = {**step, **chosen, "state": state, "logit_rows": every}

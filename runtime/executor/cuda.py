@@ -1,26 +1,37 @@
-"""The PyTorch executor on a GPU: the same modules, their operators in the plugin library.
+"""The PyTorch executor on a GPU: the same modules, replayed as CUDA graphs where a step is small.
 
-Owns the KV pool in device memory and the transfers of a step; leaves the order of a step to
-`Executor` and phases to `TorchExecutor`. Invariant: everything runs on torch's current stream,
-and nothing waits for the GPU but the sampler's result.
+Owns the KV pool in device memory, the transfers of a step and which way it runs; leaves
+the order of a step to `Executor`, phases to `TorchExecutor` and graphs to `StepGraphs`. Invariant:
+everything runs on torch's current stream, and nothing waits for the GPU but the sampler's result.
+
+A step whose rows all run the same loops is one graph from the table updates to the sampled
+tokens. Other small steps are chained graphs, one for the prelude and one for each loop, with
+plane copies and exits between them. Large steps are launched kernel by kernel: their kernels
+take longer than their launches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.plugins import launch
+from looptrt.runtime.batch import LoopRows
+from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import CudaSampler
 from looptrt.runtime.executor.device_memory import DeviceMemory
 from looptrt.runtime.executor.staging import Staging
+from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.executor.torch import TorchExecutor
-from looptrt.runtime.step_plan import PlaneCopies, StepPlan
+from looptrt.runtime.padding import StepShape
+from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult
 
 
 class CudaExecutor(TorchExecutor):
@@ -40,6 +51,8 @@ class CudaExecutor(TorchExecutor):
     Raises:
         EngineError: the pool does not fit.
     """
+
+    num_null_slots = 1
 
     def __init__(
         self,
@@ -61,7 +74,37 @@ class CudaExecutor(TorchExecutor):
             num_units=num_units,
             device=device,
         )
-        self.sampler = CudaSampler(max_slots, self._staging)
+        self._cuda_sampler = CudaSampler(max_slots, self._staging, manifest.spec.vocab_size)
+        self.sampler = self._cuda_sampler
+        self._max_slots = max_slots
+        self._graphs: StepGraphs | None = None
+        self._shape: StepShape | None = None  # of the running step, where its parts are graphs
+
+    def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
+        """Run small steps as CUDA graphs from now on; captures those that are sure to come.
+
+        Args:
+            mode: see `EngineConfig.cuda_graphs`.
+            max_rows: rows of the largest step.
+
+        Raises:
+            EngineError: there is no memory for them; has the numbers.
+        """
+        manifest = self.manifest
+        is_drawn = manifest.spec.initial_state is InitialState.RANDOM
+        # A state drawn on the CPU comes as a tensor of its own: no graph holds it.
+        if mode == "off" or (is_drawn and manifest.noise_mode is NoiseMode.SEQUENTIAL):
+            return
+        self._graphs = StepGraphs(
+            self._model,
+            manifest.layout,
+            self._kv,
+            null_slot=self._max_slots,
+            sampler=self._cuda_sampler,
+            max_rows=max_rows,
+            whole_steps=mode != "loop",
+        )
+        self._graphs.capture_ahead(self._max_slots)
 
     def allocate_pool(self, num_bytes: int) -> torch.Tensor:
         """One cudaMalloc; its content is whatever the memory held."""
@@ -94,8 +137,66 @@ class CudaExecutor(TorchExecutor):
             dtype=self.dtype,
         )
 
+    def submit(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Enqueue the step if it is one graph; others run when their result is asked for."""
+        pending, graphs = super().submit(plan), self._graphs
+        shape = None if graphs is None else graphs.whole_shape(plan)
+        if graphs is None or shape is None:
+            return pending
+        self._copy(plan.copies.due(0, 1))
+        updates = plan.table_updates
+        if graphs.has_room(updates, shape):
+            return graphs.submit_whole(plan, shape, updates)
+        self.update_table(plan)
+        return graphs.submit_whole(plan, shape, None)
+
+    def runs_ahead(self, plan: StepPlan) -> bool:
+        """Whether the step is one graph, which leaves its tokens to the next one."""
+        return self._graphs is not None and self._graphs.gives_tokens(plan)
+
+    def run_phase(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
+        """Run a phase by its graph if the step's parts are graphs, else its module."""
+        graphs, shape = self._graphs, self._shape
+        if graphs is None or shape is None or phase == "coda":
+            return super().run_phase(phase, tensors)
+        if phase == "prelude":
+            return graphs.run_prelude(shape)
+        rows = dict(tensors)
+        return {"next_state": graphs.run_loop(rows, shape, tensors["plane"])}
+
+    def initial_tensors(self, plan: StepPlan) -> Tensors:
+        """Noise seeds a row, which graphs have with their other inputs, or drawn states."""
+        return {} if self._shape is not None else super().initial_tensors(plan)
+
+    def _step_tensors(self, plan: StepPlan) -> Tensors:
+        graphs = self._graphs
+        self._shape = None if graphs is None else graphs.part_shape(plan)
+        if graphs is None or self._shape is None:
+            if graphs is not None:
+                graphs.cache.counters.eager_steps += 1
+            return super()._step_tensors(plan)
+        logit_rows = self.to_device(np.concatenate([plan.logit_rows, plan.prompt_rows]))
+        tensors = graphs.step_tensors(plan, self._shape)
+        return {**tensors, "logit_rows": logit_rows, "plane": self._plane(0), **self.kv_tensors()}
+
+    def _loop_tensors(self, rows: LoopRows) -> Tensors:
+        if self._graphs is None or self._shape is None:
+            return super()._loop_tensors(rows)
+        return self._graphs.loop_tensors(rows, self._shape)
+
+    def stats(self) -> dict[str, int | float]:
+        """Counters of CUDA graphs."""
+        if self._graphs is None:
+            return {}
+        counters = asdict(self._graphs.cache.counters)
+        return {f"graph_{name}": value for name, value in counters.items()}
+
     def close(self) -> None:
-        """Give the pool's memory back, once the GPU is done with it."""
+        """Give graphs and the pool's memory back, once the GPU is done with them."""
         super().close()
+        if self._graphs is not None:
+            torch.cuda.synchronize(self.device)
+            self._graphs.close()
+            self._graphs = None
         if self._memory is not None:
             self._memory.free()

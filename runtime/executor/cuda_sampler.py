@@ -7,6 +7,7 @@ on its own request alone, so neighbours cannot move a draw.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -15,11 +16,20 @@ from torch import Tensor
 
 from looptrt.plugins import launch
 from looptrt.runtime.executor.staging import Staging
-from looptrt.runtime.request import SamplerParams
 from looptrt.runtime.sampler import Sampler
-from looptrt.runtime.step_plan import Int32Array, StepPlan, StepResult
+from looptrt.runtime.step_plan import Int32Array, SlotStart, StepPlan, StepResult
 
 MAX_VOCAB = 2**19  # of the kernel; larger ones are sampled on the CPU
+
+# What the kernel reads of each sampled row.
+COLUMNS: Mapping[str, torch.dtype] = {
+    "temperatures": torch.float64,
+    "top_ks": torch.int32,
+    "top_ps": torch.float64,
+    "min_ps": torch.float64,
+    "seeds": torch.int64,
+    "positions": torch.int32,
+}
 
 
 class CudaSampler(Sampler):
@@ -28,27 +38,63 @@ class CudaSampler(Sampler):
     Args:
         max_slots: slots of the scheduler.
         staging: to the logits' device.
+        vocab_size: width of the logits.
     """
 
-    def __init__(self, max_slots: int, staging: Staging) -> None:
+    def __init__(self, max_slots: int, staging: Staging, vocab_size: int) -> None:
         super().__init__(max_slots)
         self._staging = staging
+        self._fits = vocab_size <= MAX_VOCAB
+        self._needs_logits = np.zeros(max_slots, np.bool_)
+        self._params: dict[str, np.ndarray] = {
+            "temperatures": np.zeros(max_slots),
+            "top_ks": np.zeros(max_slots, np.int32),
+            "top_ps": np.ones(max_slots),
+            "min_ps": np.zeros(max_slots),
+            "seeds": np.zeros(max_slots, np.int64),
+        }
+
+    def start(self, slot_starts: Iterable[SlotStart]) -> None:
+        """Take the parameters and the known tokens of newly filled slots."""
+        starts = list(slot_starts)
+        super().start(starts)
+        for start in starts:
+            slot, params = start.slot, start.sampler
+            self._needs_logits[slot] = self.slot(slot).needs_logits
+            self._params["temperatures"][slot] = params.temperature
+            self._params["top_ks"][slot] = min(params.top_k, MAX_VOCAB)
+            self._params["top_ps"][slot] = params.top_p
+            self._params["min_ps"][slot] = params.min_p
+            self._params["seeds"].view(np.uint64)[slot] = params.seed
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether the kernel alone makes the plan's result; logits are not read."""
+        on_host = self._needs_logits[plan.sample_slots].any()
+        return self._fits and not len(plan.prompt_rows) and not on_host
+
+    def columns(self, plan: StepPlan, size: int) -> dict[str, np.ndarray]:
+        """[size] values of every column: of the plan's samples, then of greedy rows."""
+        columns = {name: values[plan.sample_slots] for name, values in self._params.items()} | {
+            "positions": plan.positions[plan.logit_rows]
+        }
+        more = size - len(plan.sample_slots)
+        return {name: np.pad(values, (0, more)) for name, values in columns.items()}
+
+    def result(self, plan: StepPlan, tokens: Int32Array, has_failed: Int32Array) -> StepResult:
+        """The step's result where no request reads logits."""
+        failed = tuple(np.flatnonzero(has_failed).tolist())
+        return replace(StepResult.at_planned_depths(plan, tokens), failed=failed)
 
     def sample(self, logits: Tensor, plan: StepPlan) -> StepResult:
         """Choose one token for each of the plan's samples; see `Sampler.sample`."""
-        if logits.shape[-1] > MAX_VOCAB:
+        if not self._fits:
             return super().sample(logits.cpu(), plan)
         num_samples = len(plan.logit_rows)
-        slots = [self.slot(index) for index in plan.sample_slots.tolist()]
-        params = [slot.params for slot in slots]
-        tokens, has_failed = self._choose(logits[:num_samples], params, plan)
-        result = replace(
-            StepResult.at_planned_depths(plan, tokens),
-            failed=tuple(np.flatnonzero(has_failed).tolist()),
-        )
-        on_host = [row for row, slot in enumerate(slots) if slot.needs_logits]
-        if not on_host and len(logits) == num_samples:
+        tokens, has_failed = self._choose(logits[:num_samples], plan)
+        result = self.result(plan, tokens, has_failed)
+        if self.serves(plan):
             return result
+        on_host = np.flatnonzero(self._needs_logits[plan.sample_slots]).tolist()
         rows = torch.tensor([*on_host, *range(num_samples, len(logits))], device=logits.device)
         part = replace(
             plan, logit_rows=plan.logit_rows[on_host], sample_slots=plan.sample_slots[on_host]
@@ -58,20 +104,10 @@ class CudaSampler(Sampler):
         logprobs = {on_host[index]: entry for index, entry in theirs.logprobs.items()}
         return replace(result, logprobs=logprobs, prompt_logprobs=theirs.prompt_logprobs)
 
-    def _choose(
-        self, logits: Tensor, params: list[SamplerParams], plan: StepPlan
-    ) -> tuple[Int32Array, Int32Array]:
+    def _choose(self, logits: Tensor, plan: StepPlan) -> tuple[Int32Array, Int32Array]:
         """[n] tokens, and [n] that are 1 where logits are not finite, in one transfer each way."""
-        if not params:
+        if not len(logits):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
-        columns: dict[str, np.ndarray] = {
-            "temperatures": np.array([p.temperature for p in params], np.float64),
-            "top_ks": np.array([min(p.top_k, MAX_VOCAB) for p in params], np.int32),
-            "top_ps": np.array([p.top_p for p in params], np.float64),
-            "min_ps": np.array([p.min_p for p in params], np.float64),
-            "seeds": np.array([p.seed for p in params], np.uint64).view(np.int64),
-            "positions": plan.positions[plan.logit_rows],
-        }
-        chosen = launch.sample(logits, **self._staging.stage(columns))
-        tokens, failed = torch.stack(chosen).cpu().numpy()
+        columns = self._staging.stage(self.columns(plan, len(logits)))
+        tokens, failed = torch.stack(launch.sample(logits, **columns)).cpu().numpy()
         return tokens, failed

@@ -37,9 +37,11 @@ class TorchExecutor(Executor):
 
     Attributes:
         pool: [num_units * unit_bytes] uint8, the KV memory.
-        block_table: [max_slots, num_rows, max_pages] int32 unit ids.
+        block_table: [slots, num_rows, max_pages] int32 unit ids.
         dtype: of weights, activations and KV.
     """
+
+    num_null_slots = 0  # rows of the block table beside the sequences', of null units
 
     def __init__(
         self,
@@ -57,7 +59,8 @@ class TorchExecutor(Executor):
         self.load(engine_dir)
         layout = manifest.layout
         self.pool = self.allocate_pool(num_units * layout.unit_bytes)
-        table_shape = max_slots, layout.num_rows, layout.num_pages(max_seq_len)
+        slots = max_slots + self.num_null_slots
+        table_shape = slots, layout.num_rows, layout.num_pages(max_seq_len)
         self.block_table = torch.zeros(table_shape, dtype=torch.int32, device=device)
         address = torch.tensor([self.pool.data_ptr(), num_units], dtype=torch.int64, device=device)
         self._kv = {"block_table": self.block_table, "kv_pool": address}

@@ -1,9 +1,9 @@
 """`tensorrt_llm`: requests of the server to an LLM, and its answers back, many at a time.
 
-Owns which requests are live and who of two threads speaks to their callers: one sends what is
-new, one looks for callers that have gone and for deadlines. Leaves the meaning of tensors to
-`requests` and `responses`. Invariant: every request gets one final message, in every path,
-and nothing after it; a request that is over holds nothing in the engine.
+Owns which requests are live and which thread speaks to their callers: some send what is new, one
+looks for callers that have gone and for deadlines. Leaves the meaning of tensors to `requests`
+and `responses`. Invariant: every request gets one final message, in every path, and nothing
+after it; a request that is over holds nothing in the engine.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from looptrt.runtime.triton.channel import Channel, Code, code_of
 from looptrt.runtime.triton.requests import Wishes, is_stop, prompts_of, wishes_of
 from looptrt.runtime.triton.responses import AnswerResponses, Outputs
 
+# A send waits for the server's threads and back; so a few wait at a time.
+_NUM_SENDERS = 3
 _IDLE_LOOK_S = 0.1  # how often callers are looked for while no step ends
 _STOP_TIMEOUT_S = 10.0
 _ERROR = FinishReason.ERROR
@@ -45,6 +47,7 @@ class _Live:
     answers: list[tuple[AnswerStream, AnswerResponses]] = field(default_factory=list)
     num_running: int = 0
     is_queued: bool = False
+    has_sent: bool = False
     is_over: bool = False
 
 
@@ -73,14 +76,21 @@ class Service:
         self._lock = threading.Lock()
         self._live: set[_Live] = set()
         self._by_key: defaultdict[str, set[_Live]] = defaultdict(set)
-        self._ready: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()  # None: stop
+        # Requests with news. Those whose caller has nothing yet go to a sender of their own: a
+        # first token does not wait behind the others of its step. None: stop.
+        self._first: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
+        self._ready: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
         self._is_closed = False
         self._has_stepped = False
         self._look = threading.Event()
-        self._sender = threading.Thread(target=self._send_all, name="looptrt-send", daemon=True)
+        queues = (self._first, *[self._ready] * _NUM_SENDERS)
+        self._senders = [
+            threading.Thread(target=self._send_all, args=(one,), name="looptrt-send", daemon=True)
+            for one in queues
+        ]
         self._watcher = threading.Thread(target=self._watch, name="looptrt-watch", daemon=True)
-        self._sender.start()
-        self._watcher.start()
+        for thread in (*self._senders, self._watcher):
+            thread.start()
         llm.observe(self._note_step)
 
     def take(
@@ -112,15 +122,16 @@ class Service:
         return self._llm.is_alive
 
     def close(self) -> None:
-        """Fail what still runs, stop the engine and both threads."""
+        """Fail what still runs, stop the engine and the threads."""
         self._is_closed = True
         self._look.set()
         for live in self._snapshot():
             with live.lock:
                 if not live.is_over:
                     self._fail(live, Code.UNAVAILABLE, "the model is being unloaded")
-        self._ready.put(None)
-        for thread in (self._watcher, self._sender):
+        for one in (self._first, *[self._ready] * _NUM_SENDERS):
+            one.put(None)
+        for thread in (self._watcher, *self._senders):
             thread.join(_STOP_TIMEOUT_S)
         self._llm.shutdown()
 
@@ -177,17 +188,17 @@ class Service:
         self._has_stepped = True  # before the listeners hear of it, and so the sender
 
     def _wake(self, live: _Live) -> None:
-        """Have the sender look at a request, once however much there is."""
+        """Have a sender look at a request, once however much there is."""
         if not live.is_queued:
             live.is_queued = True
-            self._ready.put(live)
+            (self._ready if live.has_sent else self._first).put(live)
 
-    def _send_all(self) -> None:
-        while (live := self._ready.get()) is not None:
+    def _send_all(self, news: queue.SimpleQueue[_Live | None]) -> None:
+        while (live := news.get()) is not None:
             live.is_queued = False  # before the poll: what comes from here on wakes again
             self._supervised(self._advance, live)
-            if self._has_stepped and self._ready.empty():  # answers go first
-                self._has_stepped = False
+            if self._has_stepped and self._ready.empty() and self._first.empty():
+                self._has_stepped = False  # answers go before looks
                 self._look.set()
 
     def _advance(self, live: _Live) -> None:
@@ -242,6 +253,7 @@ class Service:
             return
         if is_final:
             self._leave(live)
+        live.has_sent = True
         try:
             live.channel.send(response, is_final=is_final)
         except Exception as error:  # no shared memory is left, or the caller has gone

@@ -26,12 +26,30 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([7, 9, 16]),
         grid=st.sampled_from([None, None, 4]),
         cache=st.sampled_from([True, True, False]),
+        share=st.booleans(),
+        draft_loops=st.sampled_from([None, 1, 2]),
+        runs_ahead=st.booleans(),
     )
-    def start(self, num_units: int, budget: int, grid: int | None, cache: bool) -> None:
+    def start(
+        self,
+        num_units: int,
+        budget: int,
+        grid: int | None,
+        cache: bool,
+        share: bool,
+        draft_loops: int | None,
+        runs_ahead: bool,
+    ) -> None:
         self.kv = engine(
-            num_units=num_units, max_num_tokens=budget, prefix_grid=grid, enable_prefix_cache=cache
+            num_units=num_units,
+            max_num_tokens=budget,
+            prefix_grid=grid,
+            enable_prefix_cache=cache,
+            prefill_share=share,
+            draft_loops=draft_loops,
+            runs_ahead=runs_ahead,
         )
-        self.prompts: dict[int, tuple[list[int], int]] = {}
+        self.prompts: dict[int, tuple[list[int], int, tuple[int, ...]]] = {}
         self.aborted: set[int] = set()
 
     @rule(
@@ -42,6 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         noise_seed=st.sampled_from([0, 0, 1]),
         priority=st.sampled_from([0, 0, 1]),
         num_forks=st.sampled_from([0, 0, 0, 2]),
+        stop_token_ids=st.sampled_from([(), (), (3,), (3, 5)]),
     )
     def add(
         self,
@@ -52,11 +71,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         noise_seed: int,
         priority: int,
         num_forks: int,
+        stop_token_ids: tuple[int, ...],
     ) -> None:
         parent = len(self.prompts)
         loops, prefill_loops = depths
         for request_id in range(parent, parent + 1 + num_forks):
-            self.prompts[request_id] = (prompt, count)
+            self.prompts[request_id] = (prompt, count, stop_token_ids)
             self.kv.add(
                 request(
                     request_id,
@@ -67,6 +87,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     cache_salt=salt,
                     noise_seed=noise_seed,
                     priority=priority,
+                    stop_token_ids=stop_token_ids,
                     fork_of=None if request_id == parent else parent,
                 )
             )
@@ -97,8 +118,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.kv.drain()
         assert set(self.kv.finished) == set(self.prompts)
-        for request_id, (prompt, count) in self.prompts.items():
+        for request_id, (prompt, count, stop_ids) in self.prompts.items():
             tokens, expected = self.kv.tokens[request_id], answer(prompt, count)
+            ends = [index + 1 for index, token in enumerate(expected) if token in stop_ids]
+            expected = expected[: min(ends, default=count)]
             if request_id in self.aborted:
                 assert tokens == expected[: len(tokens)]
             else:

@@ -13,7 +13,7 @@ import torch
 from looptrt.plugins import reference
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_core import EngineCore
-from looptrt.runtime.outputs import FinishedRequest
+from looptrt.runtime.outputs import FinishedRequest, StepOutput
 from looptrt.runtime.request import Request
 from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.support.oracle import DenseOracle
@@ -58,25 +58,29 @@ class Harness:
             prefill_loops=fields.pop("prefill_loops", loops),
             **fields,
         )
-        self.core.add_request(request)
-        self.answers[request.request_id] = Answer(request)
+        self.submit(request)
         return request.request_id
 
-    def step(self) -> None:
+    def submit(self, request: Request) -> None:
+        """Queue a request made elsewhere."""
+        self.core.add_request(request)
+        self.answers[request.request_id] = Answer(request)
+
+    def step(self) -> StepOutput:
         """One step, with the books checked after it."""
         scheduler = self.core.scheduler
         plan = scheduler.schedule()
         if plan is None:
-            finished = scheduler.take_ended()
+            output = StepOutput(finished=scheduler.take_ended())
         else:
             self._record_chunks(plan)
             output = scheduler.commit(plan, self.core.executor.execute(plan))
-            for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
-                self.answers[request_id].token_ids.append(token)
-            finished = output.finished
-        for entry in finished:
+        for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
+            self.answers[request_id].token_ids.append(token)
+        for entry in output.finished:
             self.answers[entry.request_id].finished = entry
         scheduler.check_integrity()
+        return output
 
     def drain(self, max_steps: int = 1000) -> None:
         """Step until nothing is left; fails when that takes too long."""
@@ -90,10 +94,7 @@ class Harness:
 
     def poison(self) -> None:
         """Fill every unit that nobody owns, and the null unit, with NaN (all bits set)."""
-        layout, pool = self.core.manifest.layout, self.core.scheduler.kv.pool
-        units = self.core.executor.pool.view(-1, layout.unit_bytes)
-        free = [unit for unit in range(len(units)) if unit == 0 or pool.units.is_free(unit)]
-        units[free] = 0xFF
+        poison_free_units(self.core)
 
     def _record_logits(self, logits: torch.Tensor, plan: StepPlan) -> StepResult:
         for row, slot in enumerate(plan.sample_slots.tolist()):
@@ -106,6 +107,14 @@ class Harness:
             rows = plan.positions[plan.cu_seqlens[seq] : plan.cu_seqlens[seq + 1]]
             request = self.core.scheduler.slots.request(slot)
             self.answers[request.request_id].chunks.append((int(rows[0]), int(rows[-1]) + 1))
+
+
+def poison_free_units(core: EngineCore) -> None:
+    """See `Harness.poison`."""
+    pool = core.scheduler.kv.pool
+    units = core.executor.pool.view(-1, core.manifest.layout.unit_bytes)
+    free = [unit for unit in range(len(units)) if unit == 0 or pool.units.is_free(unit)]
+    units[free] = 0xFF
 
 
 def depths_of(answer: Answer) -> list[int]:

@@ -5,6 +5,9 @@ which loop wrote it. A step replays the plan's writes, copies and reads, and fai
 query at loop k would not see, for each earlier token, the deepest plane that token reached
 up to k. The next token is a hash of the context, so equal contexts give equal answers.
 
+The simulated memory knows what it ran, not what the scheduler holds to be true: tokens come
+from slot starts, input rows and its own answers, and a guess stands at the depth it ran at.
+
 Where deeper pages may be shared (`at_least`), depths may differ from the request's own, but
 tokens, salt and noise seed may not, and no plane may be shallower than asked.
 """
@@ -42,10 +45,11 @@ class SimExecutor:
     """Replays plans over tagged memory.
 
     Args:
-        scheduler: whose slots say which tokens are known.
+        scheduler: whose slots say which request a slot holds.
         layout: geometry of units and planes.
         check: what the tags read must be: `exact`, `at_least` as deep, or anything
             `written` (where planes are overwritten on purpose).
+        good_guesses: of ten guesses, those that equal what full depth answers.
     """
 
     def __init__(
@@ -55,21 +59,36 @@ class SimExecutor:
         *,
         vocab: int,
         check: Literal["exact", "at_least", "written"] = "exact",
+        good_guesses: int = 7,
     ) -> None:
         slots, pages = len(scheduler.slots.requests), scheduler.kv.table.units.shape[2]
         self.scheduler, self.layout, self.vocab, self.check = scheduler, layout, vocab, check
+        self.good_guesses = good_guesses
         self.table = np.zeros((slots, layout.num_rows, pages), np.int32)
         self.memory: dict[tuple[int, int], Tag] = {}
         self.rows_run = 0
+        size = pages * layout.page_size
+        self._tokens = np.zeros((slots, size), np.int32)
+        self._depths = np.zeros((slots, size), np.int16)  # that each token last ran at
+        self._newest = np.zeros(slots, np.int32)
+        self._settings: list[tuple[bytes | None, int]] = [(None, 0)] * slots
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan."""
+        self._start(plan)
         updates = plan.table_updates
         for slot, page, units in zip(updates.slots, updates.pages, updates.units, strict=True):
             self.table[slot, :, page] = units
         assert np.array_equal(self.table, self.scheduler.kv.table.units)
         self.rows_run += plan.num_rows
         row_slots = np.repeat(plan.seq_slots, np.diff(plan.cu_seqlens))
+        unknown = plan.input_ids < 0
+        self._tokens[row_slots, plan.positions] = np.where(
+            unknown, self._newest[row_slots], plan.input_ids
+        )
+        self._depths[row_slots, plan.positions] = plan.depths
+        if not plan.is_draft:
+            self._check_depths(row_slots, plan.positions)
         self._copy(plan.copies, 0, 1)
         num_loops = 0
         for loop in range(plan.num_loops):
@@ -85,12 +104,37 @@ class SimExecutor:
         for row in range(self.layout.boundary_units):
             self._write(plan, row_slots, everyone, row, BOUNDARY)
             self._read(plan, row_slots, everyone, row, BOUNDARY)
-        token_ids = [self._sample(int(slot)) for slot in plan.sample_slots]
+        token_ids = [
+            self._sample(slot, position, plan.is_draft)
+            for slot, position in zip(
+                plan.sample_slots.tolist(), plan.positions[plan.logit_rows].tolist(), strict=True
+            )
+        ]
+        self._newest[plan.sample_slots] = token_ids
         return StepResult.at_planned_depths(plan, np.array(token_ids, np.int32))
 
-    def _sample(self, slot: int) -> int:
-        slots = self.scheduler.slots
-        return next_token(slots.token_ids[slot, : slots.num_tokens[slot]].tolist(), self.vocab)
+    def _start(self, plan: StepPlan) -> None:
+        for start in plan.slot_starts:
+            request = self.scheduler.slots.requests[start.slot]
+            assert request is not None
+            self._tokens[start.slot, : len(start.token_ids)] = start.token_ids
+            self._depths[start.slot, : len(start.token_ids)] = request.depths
+            self._settings[start.slot] = request.cache_salt, request.noise_seed
+
+    def _check_depths(self, row_slots: np.ndarray, positions: np.ndarray) -> None:
+        """Every token up to a row that counts has run as deep as its request asks."""
+        last = dict(zip(row_slots.tolist(), positions.tolist(), strict=True))
+        for slot, position in last.items():
+            request = self.scheduler.slots.request(slot)
+            wanted = np.full(position + 1, request.loops)
+            wanted[: request.num_prompt - 1] = request.prefill_loops
+            assert np.array_equal(self._depths[slot, : position + 1], wanted)
+
+    def _sample(self, slot: int, position: int, is_draft: bool) -> int:
+        known = self._tokens[slot, : position + 1].tolist()
+        token = next_token(known, self.vocab)
+        is_good = not is_draft or next_token([-1, *known], 10) < self.good_guesses
+        return token if is_good else (token + 1) % self.vocab
 
     def _place(self, slot: int, row: int, position: int) -> tuple[int, int]:
         unit = int(self.table[slot, row, position // self.layout.page_size])
@@ -98,12 +142,11 @@ class SimExecutor:
         return unit, position % self.layout.page_size
 
     def _tag(self, slot: int, position: int, loop: int) -> Tag:
-        slots, end = self.scheduler.slots, position + 1
-        request = slots.request(slot)
-        context = (slots.token_ids[slot, :end].tolist(), request.cache_salt, request.noise_seed)
+        end = position + 1
+        context = (self._tokens[slot, :end].tolist(), *self._settings[slot])
         return Tag(
             hashlib.sha256(repr(context).encode()).digest(),
-            slots.depths[slot, :end].tobytes(),
+            self._depths[slot, :end].tobytes(),
             loop,
         )
 
@@ -126,7 +169,7 @@ class SimExecutor:
         found = self.memory[self._place(slot, row, position)]
         if self.check == "written":
             return
-        depth = int(self.scheduler.slots.depths[slot, position])
+        depth = int(self._depths[slot, position])
         wanted = self._tag(slot, position, loop if loop == BOUNDARY else min(loop, depth - 1))
         assert found.context == wanted.context, "a query reads another context's KV"
         if self.check == "exact":

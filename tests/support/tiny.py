@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,7 @@ from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.outputs import FinishedRequest
 from looptrt.runtime.request import Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.support.kv_sim import SimExecutor
 
 VOCAB = 11
@@ -49,12 +51,19 @@ def request(request_id: int, prompt: list[int], max_new_tokens: int = 4, **field
 
 @dataclass
 class Engine:
-    """A scheduler with the simulated executor, and what came out of it."""
+    """A scheduler with the simulated executor, and what came out of it.
+
+    Attributes:
+        runs_ahead: whether a step is run before the tokens of the one before it are taken.
+    """
 
     scheduler: Scheduler
     executor: SimExecutor
+    runs_ahead: bool = False
     tokens: dict[int, list[int]] = field(default_factory=dict)
     finished: dict[int, FinishedRequest] = field(default_factory=dict)
+    in_flight: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+    waits: dict[int, int] = field(default_factory=dict)
 
     def add(self, new: Request) -> Request:
         """Queue a request."""
@@ -63,20 +72,36 @@ class Engine:
         return new
 
     def step(self, abort_in_flight: tuple[int, ...] = ()) -> bool:
-        """Run one step; returns whether anything ran."""
-        plan = self.scheduler.schedule()
-        if plan is None:
+        """Take the tokens of one step, running it first; returns whether there was one."""
+        if not self.in_flight:
+            self._run(self.scheduler.schedule())
+        if not self.in_flight:
             self._take(self.scheduler.take_ended())
             return False
-        result = self.executor.execute(plan)
+        if self.runs_ahead:
+            self._run(self.scheduler.schedule_ahead())
         for request_id in abort_in_flight:
             self.scheduler.abort(request_id)
-        output = self.scheduler.commit(plan, result)
+        output = self.scheduler.commit(*self.in_flight.popleft())
         for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
             self.tokens[request_id].append(token)
         self._take(output.finished)
         self.scheduler.check_integrity()
         return True
+
+    def _run(self, plan: StepPlan | None) -> None:
+        if plan is not None:
+            self._count_waits(plan)
+            self.in_flight.append((plan, self.executor.execute(plan)))
+
+    def _count_waits(self, plan: StepPlan) -> None:
+        """No answer waits for longer than its neighbours' guesses and S steps of prompts."""
+        slots = self.scheduler.slots
+        has_run = set(plan.seq_slots.tolist())
+        for slot in np.flatnonzero(slots.active & (slots.num_tokens > slots.num_prompt)).tolist():
+            waited = 0 if slot in has_run else self.waits.get(slot, 0) + 1
+            self.waits[slot] = waited
+            assert waited <= self.scheduler.kv.layout.max_loops + 4
 
     def drain(self, max_steps: int = 2000) -> None:
         """Step until nothing is left; fails when that takes too long."""
@@ -93,7 +118,12 @@ class Engine:
 
 
 def engine(
-    *, strategy: str = "latest", num_units: int = 200, uses_noise: bool = True, **config: Any
+    *,
+    strategy: str = "latest",
+    num_units: int = 200,
+    uses_noise: bool = True,
+    runs_ahead: bool = False,
+    **config: Any,
 ) -> Engine:
     """A scheduler over a small pool, its executor checking all that the config promises."""
     geometry = layout(strategy)
@@ -105,4 +135,5 @@ def engine(
     scheduler = Scheduler(
         SchedulerConfig(num_units=num_units, **settings), geometry, identity, clock=lambda: 0.0
     )
-    return Engine(scheduler, SimExecutor(scheduler, geometry, vocab=VOCAB, check=check))
+    executor = SimExecutor(scheduler, geometry, vocab=VOCAB, check=check)
+    return Engine(scheduler, executor, runs_ahead)

@@ -1,0 +1,120 @@
+"""Captured CUDA graphs by what they run, the least recently used out first.
+
+Owns capture, replay and the counters; leaves what is captured, and the memory it reads and
+writes, to the executor. Invariant: all graphs share one memory pool, so no tensor made inside
+one is read after another has run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+
+from looptrt.errors import EngineError
+
+MAX_GRAPHS = 64
+
+
+@dataclass
+class GraphCounters:
+    """Since the start.
+
+    Attributes:
+        captures: graphs captured.
+        hits: replays of a graph that was there.
+        evictions: graphs given up for newer ones.
+        eager_steps: steps, or parts of steps, that ran without a graph.
+        capture_s: seconds spent on captures.
+    """
+
+    captures: int = 0
+    hits: int = 0
+    evictions: int = 0
+    eager_steps: int = 0
+    capture_s: float = 0.0
+
+
+class GraphCache:
+    """Graphs of one device.
+
+    Args:
+        device: a CUDA device.
+        max_graphs: graphs kept at a time.
+    """
+
+    def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
+        self.counters = GraphCounters()
+        self._device = device
+        self._max_graphs = max_graphs
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do the work on the current stream, by its graph if it has one.
+
+        The first time a key is seen its work runs without a graph, the second time it is
+        captured: a size that comes once costs no capture.
+
+        Args:
+            key: equal keys do equal work on equal addresses.
+            work: enqueues on the current stream; reads and writes fixed addresses only, and waits
+                for nothing.
+
+        Raises:
+            EngineError: a capture failed; has the memory's numbers.
+        """
+        graph = self._graphs.get(key)
+        if graph is not None:
+            self._graphs.move_to_end(key)
+            self.counters.hits += 1
+            graph.replay()
+        elif key in self._seen:
+            self.capture(key, work)
+            self._graphs[key].replay()
+        else:
+            self._seen[key] = None
+            if len(self._seen) > 16 * self._max_graphs:
+                self._seen.popitem(last=False)
+            self.counters.eager_steps += 1
+            work()
+
+    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Capture a graph without running it; the work must have run once before.
+
+        Raises:
+            EngineError: it failed; has the memory's numbers.
+        """
+        begin = time.monotonic()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
+                work()
+        except torch.OutOfMemoryError as error:
+            free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
+            raise EngineError(
+                f"no memory to capture a CUDA graph of {key}: {free_bytes} of {total_bytes} bytes "
+                "are free; lower kv_cache_free_gpu_memory_fraction or kv_cache_bytes, or set "
+                "cuda_graphs to off"
+            ) from error
+        while len(self._graphs) >= self._max_graphs:
+            self._graphs.popitem(last=False)
+            self.counters.evictions += 1
+        self._graphs[key] = graph
+        self.counters.captures += 1
+        self.counters.capture_s += time.monotonic() - begin
+
+    def clear(self) -> None:
+        """Give all graphs and their memory up."""
+        self._graphs.clear()
+        self._seen.clear()

@@ -1,0 +1,111 @@
+"""Engines with CUDA graphs against the same engines without, on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.engine_core import EngineCore
+from looptrt.runtime.executor import graph_cache
+from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, Request, SamplerParams
+from tests.e2e.test_engine_oracle import MAKERS, Build, engine_of, prompt_of
+
+__all__ = ["engine_of"]
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = {"device": "cuda", "kv_cache_bytes": 2**26}
+
+
+def requests_of(loops: int, exits: bool) -> list[Request]:
+    """Uniform and mixed depths, every kind of sampling, odd numbers."""
+    samplers = [
+        SamplerParams(),
+        SamplerParams(temperature=0.9, seed=3),
+        SamplerParams(temperature=1.2, seed=4, top_k=20, top_p=0.9, min_p=0.01),
+        SamplerParams(repetition_penalty=1.3),
+        SamplerParams(temperature=0.7, seed=5, logprobs=3),
+        SamplerParams(prompt_logprobs=1),
+    ]
+    requests = []
+    for index in range(11):
+        prompt = prompt_of(5 + 7 * (index % 4), index)
+        stops = ExitParams(rule=ExitRule.STEP, threshold=1) if exits and index % 3 == 0 else None
+        requests.append(
+            Request(
+                request_id=index,
+                prompt=np.array(prompt, np.int32),
+                max_new_tokens=6 + index % 5,
+                stop_token_ids=(3,) if index == 4 else (),
+                loops=loops,
+                prefill_loops=1 if index in (2, 7) else loops,
+                sampler=samplers[index % 6] if index > 5 else SamplerParams(),
+                **({"exit": stops} if stops else {}),
+            )
+        )
+    return requests
+
+
+def answers(
+    engine_dir: Path, cache: Path, requests: list[Request], at_once: int, **config: Any
+) -> tuple[dict[int, list[int]], dict[str, int | float]]:
+    """Tokens of every request; `at_once` are added at the start, one more every other step."""
+    core = EngineCore(engine_dir, EngineConfig(**CONFIG, cache_dir=str(cache), **config))
+    waiting = list(requests)
+    tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
+    reasons = {}
+    for step in range(2000):
+        while waiting and (at_once > 0 or step % 2 == 0):
+            core.add_request(waiting.pop(0))
+            at_once -= 1
+            if at_once <= 0:
+                break
+        if not core.has_work() and not waiting:
+            break
+        output = core.step()
+        for request_id, token in zip(output.request_ids, output.token_ids, strict=True):
+            tokens[request_id].append(token)
+        reasons |= {entry.request_id: entry.reason for entry in output.finished}
+    assert reasons.keys() == tokens.keys()
+    assert FinishReason.ERROR not in reasons.values()
+    core.scheduler.check_integrity()
+    stats = core.stats()
+    assert stats["num_free_units"] + stats["num_cached_units"] == stats["num_units"]
+    core.close()
+    return tokens, stats
+
+
+@pytest.mark.parametrize("at_once", [1, 11])
+@pytest.mark.parametrize("exits", [False, True], ids=["planned", "exits"])
+@pytest.mark.parametrize("model", MAKERS)
+def test_tokens_do_not_depend_on_graphs(
+    engine_of: Build, model: str, exits: bool, at_once: int, tmp_path_factory: Any
+) -> None:
+    engine_dir, _ = engine_of(model)
+    cache = tmp_path_factory.getbasetemp() / "cache"
+    loops = EngineCore(engine_dir, EngineConfig(device="cpu")).manifest.spec.num_loops
+    expected, stats = answers(
+        engine_dir, cache, requests_of(loops, exits), at_once, cuda_graphs="off"
+    )
+    assert stats.get("graph_captures", 0) == 0
+    for mode in ("loop", "step"):
+        got, stats = answers(
+            engine_dir, cache, requests_of(loops, exits), at_once, cuda_graphs=mode
+        )
+        assert got == expected, mode
+        assert stats["graph_hits"] > 0, mode
+
+
+def test_old_graphs_make_room_and_answers_stay(
+    engine_of: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(graph_cache.GraphCache.__init__, "__defaults__", (3,))
+    engine_dir, _ = engine_of("ouro")
+    expected, _ = answers(engine_dir, tmp_path, requests_of(4, False), 1, cuda_graphs="off")
+    got, stats = answers(engine_dir, tmp_path, requests_of(4, False), 1, cuda_graphs="loop")
+    assert got == expected
+    assert stats["graph_evictions"] > 0

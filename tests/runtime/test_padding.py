@@ -1,0 +1,87 @@
+"""Steps filled up to fixed sizes: what is added touches nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from looptrt.runtime.batch import loop_rows
+from looptrt.runtime.padding import SIZES, filled_rows, filled_step, size_for, step_shape
+from looptrt.runtime.step_plan import PlaneCopies, StepPlan, TableUpdates
+
+NONE = np.zeros(0, np.int32)
+NULL_SLOT, SPARE_ROW = 99, 1024
+
+
+def plan_of(counts: list[int], depths: list[int] | None = None) -> StepPlan:
+    """Sequences with these rows each; rows of depth 4 unless told otherwise."""
+    bounds = np.cumsum([0, *counts]).astype(np.int32)
+    positions = np.concatenate([np.arange(count) + 7 for count in counts]).astype(np.int32)
+    num_rows = int(bounds[-1])
+    slots = np.arange(len(counts), dtype=np.int32)
+    return StepPlan(
+        input_ids=np.arange(num_rows, dtype=np.int32) + 1,
+        positions=positions,
+        depths=np.array(depths or [4] * num_rows, np.int32),
+        noise_seeds=np.full(num_rows, 5, np.int64),
+        cu_seqlens=bounds,
+        seq_slots=slots,
+        logit_rows=bounds[1:] - 1,
+        sample_slots=slots,
+        prompt_rows=NONE,
+        prompt_slots=NONE,
+        table_updates=TableUpdates(NONE, NONE, NONE.reshape(0, 1)),
+        copies=PlaneCopies.of([]),
+    )
+
+
+def owner_of_rows(bounds: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    """Slot that every row belongs to; fails where bounds do not ascend or leave a row out."""
+    counts = np.diff(bounds)
+    assert (counts >= 0).all()
+    return np.repeat(slots, counts)
+
+
+@pytest.mark.parametrize("shrinks", [False, True])
+@pytest.mark.parametrize("counts", [[1], [1] * 5, [1] * 8, [3], [1, 1, 9], [17, 1], [1] * 31 + [2]])
+def test_every_row_that_fills_up_belongs_to_the_null_slot(counts: list[int], shrinks: bool) -> None:
+    plan = plan_of(counts)
+    shape = step_shape(plan, shrinks=shrinks)
+    assert shape is not None
+    arrays = filled_step(plan, shape, NULL_SLOT)
+    assert {len(arrays[name]) for name in ("input_ids", "positions", "noise_seeds")} == {shape.rows}
+    assert len(arrays["cu_seqlens"]) == shape.seqs + 1
+    assert len(arrays["logit_rows"]) == shape.samples
+    owners = owner_of_rows(arrays["cu_seqlens"], arrays["seq_slots"])
+    assert len(owners) == shape.rows
+    np.testing.assert_array_equal(owners[: plan.num_rows], np.repeat(plan.seq_slots, counts))
+    assert (owners[plan.num_rows :] == NULL_SLOT).all()
+    np.testing.assert_array_equal(arrays["positions"][: plan.num_rows], plan.positions)
+
+
+@pytest.mark.parametrize("counts", [[1] * 8, [1] * 7, [4, 1, 1, 1], [5, 5, 5]])
+@pytest.mark.parametrize("deep", [1, 3])
+def test_rows_of_a_shrunken_loop_keep_their_sequences(counts: list[int], deep: int) -> None:
+    num_rows = sum(counts)
+    plan = plan_of(counts, [2] * (num_rows - deep) + [4] * deep)
+    shape = step_shape(plan, shrinks=True)
+    assert shape is not None
+    slots = filled_step(plan, shape, NULL_SLOT)["seq_slots"]
+    rows = loop_rows(plan, plan.depths, 2)
+    size = size_for(len(rows.rows))
+    assert size is not None
+    arrays = filled_rows(rows, shape._replace(rows=size), SPARE_ROW)
+    owners = owner_of_rows(arrays["cu_seqlens"], slots)
+    assert len(owners) == size
+    every = np.repeat(plan.seq_slots, counts)
+    np.testing.assert_array_equal(owners[:deep], every[rows.rows])
+    assert (owners[deep:] == NULL_SLOT).all()
+    assert (arrays["rows"][deep:] == SPARE_ROW).all()
+    np.testing.assert_array_equal(arrays["rows"][:deep], rows.rows)
+
+
+def test_steps_above_the_largest_size_have_no_shape() -> None:
+    assert step_shape(plan_of([SIZES[-1]]), shrinks=False) is not None
+    assert step_shape(plan_of([SIZES[-1] + 1]), shrinks=False) is None
+    assert size_for(SIZES[-1] + 1) is None
+    assert [size_for(count) for count in (0, 1, 3, 9, 33)] == [1, 1, 4, 16, 48]
