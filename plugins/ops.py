@@ -13,8 +13,10 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from looptrt.errors import PluginError
 from looptrt.plugins import launch, reference, schema, unfused
 from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
 
@@ -96,17 +98,30 @@ def _checked(op: OpSchema) -> Callable[..., Any]:
 
 
 def _launched(op: OpSchema) -> Callable[..., Any]:
-    """CUDA kernel: the launcher, or the unfused form, behind operand checks."""
+    """CUDA kernel: the launcher, or the unfused form, behind operand checks.
+
+    Shapes, dtypes and attributes that passed once are not checked again: a large step launches
+    thousands of kernels, and the checks cost the host more than the launch.
+    """
+    passed: set[tuple[Any, ...]] = set()
 
     def run(*operands: Tensor, **attributes: float) -> Any:  # noqa: ANN401 - one or two tensors
-        bind(op, operands, attributes)
+        call = (*attributes.values(), *((operand.shape, operand.dtype) for operand in operands))
+        if call not in passed:
+            bind(op, operands, attributes)
+            if len(passed) >= _MOST_PASSED:
+                passed.clear()
+            passed.add(call)
+        index = operands[0].get_device()
         for tensor, operand in zip(op.inputs, operands, strict=True):
-            launch.check_placement(op.name, tensor.name, operand, operands[0].device)
+            if operand.get_device() != index or not operand.is_contiguous():
+                launch.check_placement(op.name, tensor.name, operand, operands[0].device)
         return cuda_form(op.name)(*operands, **attributes)
 
     return run
 
 
+_MOST_PASSED = 4096
 _unfused: set[str] = set()
 
 
@@ -130,6 +145,43 @@ def running_unfused(names: Iterable[str]) -> Iterator[None]:
     finally:
         _unfused.clear()
         _unfused.update(before)
+
+
+_max_skinny_rows = 0
+
+
+def use_skinny_linear(max_rows: int) -> None:
+    """Compute `linear` of up to max_rows rows with our kernel on CUDA, in the whole process.
+
+    Args:
+        max_rows: 0 turns it off, as at the start; at most `launch.MAX_SKINNY_ROWS`.
+
+    Raises:
+        PluginError: more rows than the kernel takes.
+    """
+    global _max_skinny_rows
+    if not 0 <= max_rows <= launch.MAX_SKINNY_ROWS:
+        raise PluginError(
+            f"skinny_linear: expected 0..{launch.MAX_SKINNY_ROWS} rows, got {max_rows}"
+        )
+    _max_skinny_rows = max_rows
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Product x weight^T of [R, K] and [N, K]: F.linear, but for `use_skinny_linear`.
+
+    Graphs that are traced, and tensors that are not bfloat16 or float16 on a GPU, get F.linear.
+    """
+    if not _max_skinny_rows or not _may_be_skinny(x):
+        return F.linear(x, weight)
+    return launch.skinny_linear(x, weight)
+
+
+def _may_be_skinny(x: Tensor) -> bool:
+    """Whether x is a real tensor that `use_skinny_linear` was meant for."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return not torch.compiler.is_compiling() and len(x) <= _max_skinny_rows
 
 
 def _fake(op: OpSchema) -> Callable[..., Any]:

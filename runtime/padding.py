@@ -15,13 +15,18 @@ import numpy as np
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.step_plan import Int32Array, StepPlan
 
-# Finer where a matrix product's time grows with its rows, so that little is computed in vain.
-SIZES: tuple[int, ...] = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
-    *(320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048),
-)
 # Above it a step's kernels take longer than their launches.
 MAX_GRAPH_ROWS = 1024
+# Rows of a step in which every sequence has one, and of a loop.
+SIZES: tuple[int, ...] = (
+    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+    *(320, 384, 448, 512, 640, 768, 896, MAX_GRAPH_ROWS),
+)
+# Rows and sequences of other steps: few enough that all can be captured ahead of time.
+PACKED_SIZES: tuple[int, ...] = (
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, MAX_GRAPH_ROWS),
+)
+SEQ_SIZES: tuple[int, ...] = (8, 32, 128, 512, 2 * MAX_GRAPH_ROWS)
 
 
 class StepShape(NamedTuple):
@@ -38,10 +43,10 @@ class StepShape(NamedTuple):
     samples: int
 
 
-def size_for(count: int) -> int | None:
-    """The smallest of `SIZES` that holds `count`; None above the largest."""
-    place = bisect_left(SIZES, max(count, 1))
-    return SIZES[place] if place < len(SIZES) else None
+def size_for(count: int, sizes: tuple[int, ...] = SIZES) -> int | None:
+    """The smallest of the sizes that holds `count`; None above the largest."""
+    place = bisect_left(sizes, max(count, 1))
+    return sizes[place] if place < len(sizes) else None
 
 
 def step_shape(plan: StepPlan, *, shrinks: bool) -> StepShape | None:
@@ -51,13 +56,27 @@ def step_shape(plan: StepPlan, *, shrinks: bool) -> StepShape | None:
         plan: the step.
         shrinks: whether later loops may run fewer rows, which then need a sequence to fill up.
     """
-    num_seqs, rows = len(plan.seq_slots), size_for(plan.num_rows)
+    num_seqs = len(plan.seq_slots)
     if num_seqs == plan.num_rows and not shrinks:
+        rows = size_for(plan.num_rows)
         return None if rows is None else StepShape(rows, rows, rows)
-    seqs, samples = size_for(num_seqs + 1), size_for(len(plan.logit_rows))
-    if rows is None or seqs is None or samples is None:
-        return None
-    return StepShape(rows, seqs, samples)
+    rows = size_for(plan.num_rows, PACKED_SIZES)
+    seqs = size_for(max(num_seqs + 1, len(plan.logit_rows)), SEQ_SIZES)
+    return None if rows is None or seqs is None else StepShape(rows, seqs, seqs)
+
+
+def usual_shapes(max_slots: int, max_rows: int) -> list[StepShape]:
+    """Shapes of all steps at one depth for up to `max_slots` requests and `max_rows` rows."""
+    largest = size_for(min(max_slots, max_rows)) or MAX_GRAPH_ROWS
+    decodes = [StepShape(rows, rows, rows) for rows in SIZES if rows <= largest]
+    most_seqs = size_for(max_slots + 1, SEQ_SIZES) or SEQ_SIZES[-1]
+    packed = [
+        StepShape(rows, seqs, seqs)
+        for rows in PACKED_SIZES
+        for seqs in SEQ_SIZES
+        if rows <= max_rows and seqs <= min(most_seqs, 2 * rows)
+    ]
+    return list(dict.fromkeys(decodes + packed))
 
 
 def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, np.ndarray]:

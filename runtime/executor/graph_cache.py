@@ -62,7 +62,7 @@ class GraphCache:
         """Do the work on the current stream, by its graph if it has one.
 
         The first time a key is seen its work runs without a graph, the second time it is
-        captured: a size that comes once costs no capture.
+        captured as well: work that comes once costs no capture.
 
         Args:
             key: equal keys do equal work on equal addresses.
@@ -79,7 +79,6 @@ class GraphCache:
             graph.replay()
         elif key in self._seen:
             self.capture(key, work)
-            self._graphs[key].replay()
         else:
             self._seen[key] = None
             if len(self._seen) > 16 * self._max_graphs:
@@ -88,14 +87,15 @@ class GraphCache:
             work()
 
     def capture(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Capture a graph without running it; the work must have run once before.
+        """Do the work once, so that all it loads is there, and capture it as a graph.
 
         Raises:
-            EngineError: it failed; has the memory's numbers.
+            EngineError: there is no memory for it; has the numbers.
         """
         begin = time.monotonic()
         graph = torch.cuda.CUDAGraph()
         try:
+            work()
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

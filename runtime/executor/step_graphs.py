@@ -23,16 +23,16 @@ from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.executor.arena import Arena, Transfers
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import COLUMNS, CudaSampler
-from looptrt.runtime.executor.graph_cache import GraphCache
+from looptrt.runtime.executor.graph_cache import MAX_GRAPHS, GraphCache
 from looptrt.runtime.padding import (
     MAX_GRAPH_ROWS,
-    SIZES,
     StepShape,
     filled,
     filled_rows,
     filled_step,
     size_for,
     step_shape,
+    usual_shapes,
 )
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult, TableUpdates
 
@@ -128,16 +128,13 @@ class StepGraphs:
         return result
 
     def capture_ahead(self, max_slots: int) -> None:
-        """Capture full-depth decode steps of all sizes for up to `max_slots` requests."""
+        """Capture the usual full-depth steps of up to `max_slots` requests."""
         if not self._whole_steps:
             return
         begin = time.monotonic()
-        largest = min(size_for(max_slots) or SIZES[-1], self._max_rows)
-        for size in (size for size in SIZES if size <= largest):
-            shape = StepShape(size, size, size)
+        for shape in usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]:
             self._fill(_EMPTY, shape, None)
             key, work = self._whole(shape, self._model.spec.num_loops)
-            work()
             self.cache.capture(key, work)
         torch.cuda.synchronize(self._device)
         count = self.cache.counters.captures

@@ -36,7 +36,13 @@ def code_of(error: LooptrtError) -> Code:
 
 
 class Channel(Protocol):
-    """Where the responses of one request go."""
+    """Where the responses of one request go.
+
+    Attributes:
+        outputs: names of the tensors that the caller reads.
+    """
+
+    outputs: frozenset[str]
 
     def send(self, tensors: Tensors, *, is_final: bool) -> None:
         """Send a response; nothing may follow a final one."""
@@ -127,7 +133,7 @@ class ServerChannel:
     def __init__(self, server: Server, sender: ServerObject, outputs: frozenset[str]) -> None:
         self._server = server
         self._sender = sender
-        self._outputs = outputs
+        self.outputs = outputs
         self._final: int = server.module.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self._has_sent = False
 
@@ -137,7 +143,7 @@ class ServerChannel:
         Tensors that nobody wants are left out here: the sender of server 2.51 would free them,
         and Python's arrays in them, without holding the interpreter's lock.
         """
-        wanted = {name: array for name, array in tensors.items() if name in self._outputs}
+        wanted = {name: array for name, array in tensors.items() if name in self.outputs}
         self._has_sent = True
         self._sender.send(self._server.response(wanted), flags=self._final if is_final else 0)
 

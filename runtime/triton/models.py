@@ -142,8 +142,9 @@ class TextModel:
     def _answer(self, request: ServerObject) -> ServerObject:
         try:
             inputs = self._server.inputs(request)
-            if self._calls is not None and "STOP_KEY" in inputs and request.is_cancelled():
-                self._calls.stop(inputs["STOP_KEY"].item().decode())
+            key = inputs["STOP_KEY"].item() if "STOP_KEY" in inputs else b""
+            if self._calls is not None and key and request.is_cancelled():
+                self._calls.stop(key.decode())
             return self._server.response(self._run(inputs))
         except LooptrtError as error:
             return self._server.error(code_of(error), str(error))

@@ -6,6 +6,8 @@ Invariant: the pieces of a stream, joined, are the whole answer, ids and text al
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +17,10 @@ from looptrt.runtime.triton.requests import Wishes
 
 Outputs = dict[str, np.ndarray]
 
+# How often a response asks `postprocessing` to look for the caller of an ensemble: a look is a
+# message to the server and back, as dear as the response.
+_LOOK_S = 0.1
+
 
 @dataclass
 class AnswerResponses:
@@ -23,12 +29,16 @@ class AnswerResponses:
     Args:
         wishes: of the request.
         batch_index: of the row, None for a request of one row.
-        stop_key: see `tensors`.
+        stop_key: see `tensors`; in the first response, and then every _LOOK_S.
+        outputs: names of the tensors that the caller reads; others are not made.
     """
 
     wishes: Wishes
     batch_index: int | None
     stop_key: str
+    outputs: frozenset[str]
+    _next_look_s: float = 0.0
+    _scores: dict[int, float] = field(default_factory=dict)
     _num_sent: dict[int, int] = field(default_factory=dict)
     _texts: dict[int, list[str]] = field(default_factory=dict)
     _ended: set[int] = field(default_factory=set)
@@ -59,13 +69,14 @@ class AnswerResponses:
         """Tensors of one answer from its token number `sent` on."""
         num_prompt = len(one.token_ids) - one.num_tokens  # where the answer holds its prompt
         ids = one.token_ids[num_prompt + sent :] if sent else one.token_ids
-        tensors = {
-            "output_ids": np.array([[ids]], np.int32),
-            "sequence_length": np.array([[len(ids)]], np.int32),
-            "text": np.array([[text.encode()]], object),
-            "stop_key": np.array([[self.stop_key.encode()]], object),
-            "loops_used": np.array([one.depths[sent:]], np.int32),
+        made: dict[str, Callable[[], np.ndarray]] = {
+            "output_ids": lambda: np.array([[ids]], np.int32),
+            "sequence_length": lambda: np.array([[len(ids)]], np.int32),
+            "text": lambda: _text(text),
+            "stop_key": lambda: _text(self._key()),
+            "loops_used": lambda: np.array([one.depths[sent:]], np.int32),
         }
+        tensors = {name: make() for name, make in made.items() if name in self.outputs}
         if self.batch_index is not None:
             tensors["batch_index"] = _number(self.batch_index)
         if len(output.outputs) > 1:
@@ -75,18 +86,26 @@ class AnswerResponses:
         if self.wishes.num_output_tokens:
             tensors["num_output_tokens"] = _number(one.num_tokens)
         if self.wishes.log_probs and one.logprobs is not None:
-            scores = [at.logprobs[0] for at in one.logprobs]
-            tensors["cum_log_probs"] = np.array([[sum(scores)]], np.float32)
-            tensors["output_log_probs"] = np.array([[scores[sent:]]], np.float32)
+            scores = [at.logprobs[0] for at in one.logprobs[sent:]]
+            total = self._scores[one.index] = self._scores.get(one.index, 0.0) + sum(scores)
+            tensors["cum_log_probs"] = np.array([[total]], np.float32)
+            tensors["output_log_probs"] = np.array([[scores]], np.float32)
         return tensors | self._end_tensors(output, one)
+
+    def _key(self) -> str:
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return ""
+        self._next_look_s = now_s + _LOOK_S
+        return self.stop_key
 
     def _end_tensors(self, output: RequestOutput, one: CompletionOutput) -> Outputs:
         if one.finish_reason is None:
             return {}
         stop_reason = "" if one.stop_reason is None else str(one.stop_reason)
         tensors = {
-            "finish_reason": np.array([[one.finish_reason.value.encode()]], object),
-            "stop_reason": np.array([[stop_reason.encode()]], object),
+            "finish_reason": _text(one.finish_reason.value),
+            "stop_reason": _text(stop_reason),
         }
         if output.num_cached_tokens is not None:
             tensors["num_cached_tokens"] = _number(output.num_cached_tokens)
@@ -103,6 +122,10 @@ class AnswerResponses:
                 "last_token_time_ns": _stamp(metrics.last_token_s),
             }
         return tensors
+
+
+def _text(value: str) -> np.ndarray:
+    return np.array([[value.encode()]], object)
 
 
 def _number(value: int) -> np.ndarray:

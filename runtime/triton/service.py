@@ -150,7 +150,7 @@ class Service:
             try:
                 for row, prompt in enumerate(prompts):
                     batch_index = row if len(prompts) > 1 else None
-                    responses = AnswerResponses(wishes, batch_index, stop_key)
+                    responses = AnswerResponses(wishes, batch_index, stop_key, channel.outputs)
                     stream = self._llm.stream(
                         prompt.token_ids, prompt.params, on_news=lambda: self._wake(live)
                     )

@@ -264,7 +264,12 @@ _LLM_OUTPUTS = (
     Tensor("sequence_length", "INT32", _ANY, "how many there are"),
     *_SHARED_OUTPUTS,
     _ours(Tensor("text", "BYTES", _ANY, "their text, as far as it is certain")),
-    _ours(Tensor("stop_key", "BYTES", _ONE, "a `stop` with this as its id ends the request")),
+    _ours(
+        Tensor(
+            *("stop_key", "BYTES", _ONE),
+            "a `stop` with this as its id ends the request; empty in most responses but the first",
+        )
+    ),
 )
 
 # ---- preprocessing and postprocessing
@@ -296,7 +301,14 @@ _POSTPROCESSING_INPUTS = (
     _needed(Tensor("TOKENS_BATCH", "INT32", (-1, -1), "token ids of answers")),
     _needed(Tensor("SEQUENCE_LENGTH", "INT32", _ANY, "how many count of each")),
     _ours(Tensor("TEXT", "BYTES", _ANY, "their text, where it is known: it is taken as it is")),
-    _ours(Tensor("STOP_KEY", "BYTES", _ONE, "of the request, to end it when it is cancelled")),
+    _ours(
+        Tensor(
+            "STOP_KEY",
+            "BYTES",
+            _ONE,
+            "of a request, to end it if it is cancelled; empty: nobody looks",
+        )
+    ),
 )
 _POSTPROCESSING_OUTPUTS = (Tensor("OUTPUT", "BYTES", _ANY, "the answers' text"),)
 

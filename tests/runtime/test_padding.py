@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from looptrt.runtime.batch import loop_rows
-from looptrt.runtime.padding import SIZES, filled_rows, filled_step, size_for, step_shape
+from looptrt.runtime.padding import (
+    SIZES,
+    filled_rows,
+    filled_step,
+    size_for,
+    step_shape,
+    usual_shapes,
+)
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan, TableUpdates
 
 NONE = np.zeros(0, np.int32)
@@ -80,8 +87,21 @@ def test_rows_of_a_shrunken_loop_keep_their_sequences(counts: list[int], deep: i
     np.testing.assert_array_equal(arrays["rows"][:deep], rows.rows)
 
 
+@pytest.mark.parametrize("max_slots", [1, 3, 8, 100, 128])
+@pytest.mark.parametrize("max_rows", [16, 100, 1024])
+def test_the_usual_shapes_are_those_that_steps_get(max_slots: int, max_rows: int) -> None:
+    usual = usual_shapes(max_slots, max_rows)
+    assert len(set(usual)) == len(usual) <= 64
+    for num_seqs in {1, max_slots // 2 or 1, max_slots}:
+        if num_seqs <= max_rows // 2:
+            assert step_shape(plan_of([1] * num_seqs), shrinks=False) in usual
+            packed = step_shape(plan_of([2] + [1] * (num_seqs - 1)), shrinks=False)
+            assert packed is None or packed.rows > max_rows or packed in usual
+
+
 def test_steps_above_the_largest_size_have_no_shape() -> None:
     assert step_shape(plan_of([SIZES[-1]]), shrinks=False) is not None
     assert step_shape(plan_of([SIZES[-1] + 1]), shrinks=False) is None
     assert size_for(SIZES[-1] + 1) is None
+    assert step_shape(plan_of([1000, 2, 30]), shrinks=False) is None
     assert [size_for(count) for count in (0, 1, 3, 9, 33)] == [1, 1, 4, 16, 48]
