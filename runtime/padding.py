@@ -26,7 +26,7 @@ SIZES: tuple[int, ...] = (
 PACKED_SIZES: tuple[int, ...] = (
     *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, MAX_GRAPH_ROWS),
 )
-SEQ_SIZES: tuple[int, ...] = (8, 32, 128, 512, 2 * MAX_GRAPH_ROWS)
+SEQ_SIZES: tuple[int, ...] = (9, 33, 129, 513, 2 * MAX_GRAPH_ROWS + 1)  # the filling one included
 
 
 class StepShape(NamedTuple):
@@ -73,10 +73,10 @@ def usual_shapes(max_slots: int, max_rows: int) -> list[StepShape]:
     packed = [
         StepShape(rows, seqs, seqs)
         for rows in PACKED_SIZES
-        for seqs in SEQ_SIZES
-        if rows <= max_rows and seqs <= min(most_seqs, 2 * rows)
+        for fewer, seqs in zip((0, *SEQ_SIZES), SEQ_SIZES, strict=False)
+        if rows <= max_rows and fewer <= rows and seqs <= most_seqs
     ]
-    return list(dict.fromkeys(decodes + packed))
+    return decodes + packed
 
 
 def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, np.ndarray]:
