@@ -130,6 +130,11 @@ def cuda_form(name: str) -> Callable[..., Any]:
     return unfused.FORMS[name] if name in _unfused else launch.OPERATORS[name]
 
 
+def is_unfused(name: str) -> bool:
+    """Whether an operator runs op by op on CUDA now."""
+    return name in _unfused
+
+
 def use_unfused(names: Iterable[str]) -> None:
     """Run these operators op by op on CUDA from now on, in the whole process."""
     _unfused.update(names)

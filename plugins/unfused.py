@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from looptrt.plugins import reference
-from looptrt.plugins.schema import OPS
+from looptrt.plugins.schema import OPS, Exactness
 
 # Elements of gathered keys (or values) held at once.
 _MAX_ELEMENTS = 1 << 27
@@ -144,5 +144,5 @@ _OWN: dict[str, Callable[..., Any]] = {
 FORMS: dict[str, Callable[..., Any]] = {
     op.name: _OWN.get(op.name, getattr(reference, op.name)) for op in OPS
 }
-# The noise is drawn on the CPU, which no CUDA graph can hold.
-CAPTURABLE = tuple(name for name in FORMS if name != "position_keyed_noise")
+# Those whose bits are PyTorch's: with them run op by op, an engine's results do not change.
+EXACT = tuple(op.name for op in OPS if op.level is Exactness.EQUALS_TORCH)

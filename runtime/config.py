@@ -54,8 +54,8 @@ class EngineConfig:
             directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
         cuda_graphs: what of a small step on a GPU is a CUDA graph: `step` all of it where that is
             possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`.
-        fused_kernels: run operators on a GPU by the plugin library's kernels; False runs each
-            as the chain of PyTorch's operators whose bits it has.
+        fused_kernels: run operators on a GPU by the plugin library's kernels; False runs those
+            that have PyTorch's bits as the chains of PyTorch's operators that they stand for.
         require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
             does not give them, instead of running that operator op by op.
         cache_dir: where what was learned about this machine's kernels is kept between starts;

@@ -74,7 +74,7 @@ class EngineCore:
             if config.fused_kernels:
                 settle_kernels(self.manifest, config, device)
             else:
-                ops.use_unfused(unfused.CAPTURABLE)
+                ops.use_unfused(unfused.EXACT)
             make_executor = CudaExecutor
             limits = config.limits(self.manifest)
             free_bytes = free_beside_scratch(device, self.manifest, limits)

@@ -142,7 +142,7 @@ class Executor(ABC):
         self, plan: StepPlan, step: Tensors, carried: Tensors, rows: Int32Array
     ) -> torch.Tensor:
         """[n, vocab] float32 logits of some rows as they are now; their coda KV is rewritten."""
-        chosen = self.stage(vars(select_rows(plan, rows)))
+        chosen = self.stage({**vars(select_rows(plan, rows)), "seq_slots": plan.seq_slots})
         state = carried["state"][chosen["rows"].long()]
         every = self.to_device(np.arange(len(rows), dtype=np.int32))
         coda = {**step, **chosen, "state": state, "logit_rows": every}

@@ -21,7 +21,7 @@ import torch
 
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
-from looptrt.plugins import launch
+from looptrt.plugins import launch, ops
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
@@ -91,9 +91,10 @@ class CudaExecutor(TorchExecutor):
             EngineError: there is no memory for them; has the numbers.
         """
         manifest = self.manifest
-        is_drawn = manifest.spec.initial_state is InitialState.RANDOM
-        # A state drawn on the CPU comes as a tensor of its own: no graph holds it.
-        if mode == "off" or (is_drawn and manifest.noise_mode is NoiseMode.SEQUENTIAL):
+        # A state drawn on the CPU comes as a tensor of its own, which no graph holds.
+        on_host = manifest.noise_mode is NoiseMode.SEQUENTIAL
+        on_host |= ops.is_unfused("position_keyed_noise")
+        if mode == "off" or (on_host and manifest.spec.initial_state is InitialState.RANDOM):
             return
         self._graphs = StepGraphs(
             self._model,

@@ -172,8 +172,8 @@ def test_verify_is_content_with_sound_kernels_only(
 def test_everything_unfused_gives_the_oracles_tokens(engine_of: Build, model: str) -> None:
     """What replaces kernels is right by itself, attention and noise included."""
     engine_dir, oracle = engine_of(model)
-    harness = Harness(engine_dir)
     with ops.running_unfused(launch.OPERATORS):
+        harness = Harness(engine_dir)
         run(harness, sampled=False)
     assert_all(oracle, harness)
 
