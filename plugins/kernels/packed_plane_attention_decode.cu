@@ -213,8 +213,9 @@ class TileCopier {
       for (int i = 0; i < kCopies; ++i) {
         int const item = lane() + i * kLanes;
         KeySource const source = sources[item / kChunks];
-        copyAsync16(group_keys + to_[i], source.key + item % kChunks);
-        copyAsync16(group_keys + kStageBytes<kHeadDim> / 2 + to_[i], source.value + item % kChunks);
+        copyChunkOrZero(group_keys + to_[i], source.key, item % kChunks);
+        copyChunkOrZero(group_keys + kStageBytes<kHeadDim> / 2 + to_[i], source.value,
+                        item % kChunks);
       }
     }
   }

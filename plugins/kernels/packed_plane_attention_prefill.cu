@@ -128,8 +128,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
         int const chunk = item - key * kChunks;
         KeySource const source = sources[index % 2][key];
         uint32_t const to = keys + Layout::byteOffset(key, chunk);
-        copyAsync16(to, source.key + chunk);
-        copyAsync16(to + kTileBytes<kHeadDim>, source.value + chunk);
+        copyChunkOrZero(to, source.key, chunk);
+        copyChunkOrZero(to + kTileBytes<kHeadDim>, source.value, chunk);
       }
     }
     commitCopies();

@@ -1,7 +1,7 @@
 // Where the tensor-core kernels of packed_plane_attention read and store K and V.
 //
 // Tokens of this call are read from their rows of qkv, never from the pool: no block waits for
-// another one's stores. What is nowhere is read from zeros. So a copy is the same for every key.
+// another one's stores. What is nowhere is zeros.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,10 +12,7 @@
 
 namespace looptrt {
 
-// K and V of no token: of the largest head_dim with a tensor-core kernel, in 16-bit elements.
-static __device__ uint4 zero_head[16];
-
-// K and V of a key and kv head, in chunks of 16 bytes.
+// K and V of a key and kv head, in chunks of 16 bytes; null where they are zeros.
 struct alignas(16) KeySource {
   uint4 const* key;
   uint4 const* value;
@@ -55,7 +52,7 @@ __device__ __forceinline__ int newRowAt(AttentionArgs const& args, KeyLookup con
 template <typename T>
 __device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KeyLookup const& lookup,
                                               int key, int last_key) {
-  KeySource source{zero_head, zero_head};
+  KeySource source{nullptr, nullptr};
   if (key > last_key) return source;
   int64_t offset = kvOffset(args, lookup.table, args.p.kv_pool[1], key, lookup.kv_head);
   if (offset < 0) return source;

@@ -41,7 +41,7 @@ class PagePool:
 
     def __init__(self, layout: PlaneLayout, num_units: int) -> None:
         self.layout = layout
-        self.units = UnitPool(num_units, layout.num_rows)
+        self.units = UnitPool(num_units)
         self.cache = PrefixCache()
         self.num_evictions = 0
 

@@ -59,6 +59,15 @@ __device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global)
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
 }
 
+// The same; zeros where there is no source, which reads no memory at all: zeros that lie in memory
+// would be one place that every block asks for at once.
+__device__ __forceinline__ void copyChunkOrZero(uint32_t shared, uint4 const* source, int chunk) {
+  int const bytes = source == nullptr ? 0 : 16;
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(source + chunk),
+               "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void commitCopies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
