@@ -42,6 +42,7 @@ class EngineConfig:
             multiple of the page size; None leaves both free.
         prefix_depth: `exact` reuses pages of the prompt's own depth, `at_least` deeper
             ones too, which changes outputs.
+        packed_prefill: run rows of several prompts in one step; False takes prompts one by one.
         prefill_share: let prompts that do not fit beside running answers have up to S whole
             steps between two steps with answers, S being the deepest answer's loops: first
             tokens come earlier, the others later.
@@ -79,6 +80,7 @@ class EngineConfig:
     enable_prefix_cache: bool = True
     prefix_grid: int | None = None
     prefix_depth: PrefixDepth = "exact"
+    packed_prefill: bool = True
     prefill_share: bool = True
     speculative_loops: int | None = None
     noise_seed: int = 0
@@ -113,7 +115,13 @@ class EngineConfig:
         self._check_choices()
 
     def _check_choices(self) -> None:
-        for name in ("enable_prefix_cache", "prefill_share", "fused_kernels", "require_exact"):
+        for name in (
+            "enable_prefix_cache",
+            "packed_prefill",
+            "prefill_share",
+            "fused_kernels",
+            "require_exact",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "true or false", getattr(self, name))
         for name, choices in (("prefix_depth", PrefixDepth), ("cuda_graphs", CudaGraphs)):

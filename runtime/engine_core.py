@@ -218,6 +218,7 @@ def _scheduler_config(
         prefix_at_least=config.prefix_depth == "at_least",
         prefix_grid=config.prefix_grid,
         recomputable=recomputable,
+        packed_prefill=config.packed_prefill,
         prefill_share=config.prefill_share,
         draft_loops=config.speculative_loops,
     )

@@ -55,6 +55,7 @@ class SchedulerConfig:
         prefill_share: whether prompts that do not fit beside the running answers' rows may
             have whole steps: after each step with answers up to S of them, S being the loops
             of the deepest answer.
+        packed_prefill: whether a step may run rows of several prompts.
         draft_loops: loops of guesses that full depth verifies; None makes none.
     """
 
@@ -68,6 +69,7 @@ class SchedulerConfig:
     prefix_grid: int | None = None
     recomputable: bool = True
     prefill_share: bool = True
+    packed_prefill: bool = True
     draft_loops: int | None = None
 
 
@@ -358,7 +360,7 @@ class Scheduler:
                 self._grow_or_preempt(slot, int(slots.num_tokens[slot]))
             elif rows := self._grow_chunk(slot, budget):
                 chunks[slot] = rows
-                budget -= rows
+                budget = self._left(budget, rows)
         return decodes[slots.active[decodes]], chunks, budget
 
     def _prompt_budget(self, decodes: np.ndarray, has_prefills: bool) -> int:
@@ -471,7 +473,11 @@ class Scheduler:
             heapq.heappop(self._waiting)
             assert request.slot is not None
             chunks[request.slot] = rows
-            budget -= rows
+            budget = self._left(budget, rows)
+
+    def _left(self, budget: int, rows: int) -> int:
+        """Rows that further prompts may take in a step after one with so many."""
+        return budget - rows if self.config.packed_prefill else 0
 
     def _try_admit(self, request: Request, budget: int) -> int:
         """Start a request if its first chunk fits; returns the chunk's rows, 0 if not."""

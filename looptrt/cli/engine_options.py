@@ -40,6 +40,7 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
 )
 _SWITCHES = (
     ("enable_prefix_cache", "reuse the KV of equal prompt beginnings (default: yes)"),
+    ("packed_prefill", "rows of several prompts in one step (default: yes)"),
     ("prefill_share", "whole steps for prompts that fit beside no answer (default: yes)"),
     ("fused_kernels", "kernels of the plugin library on a GPU (default: yes)"),
     ("require_exact", "no start with a GPU kernel without PyTorch's bits (default: no)"),

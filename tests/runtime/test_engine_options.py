@@ -21,6 +21,7 @@ OTHER_VALUES: dict[str, Any] = {
     "require_exact": True,
     "cuda_graphs": "loop",
     "fused_kernels": False,
+    "packed_prefill": False,
     "prefill_share": False,
     "cache_dir": "there",
     "start_timeout_s": 7.5,

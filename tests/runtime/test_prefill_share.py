@@ -99,3 +99,20 @@ def test_the_last_row_of_a_prompt_is_not_held_back() -> None:
     kv.step()
     assert kv.scheduler.stats().num_prefill_only_steps == 2
     assert len(kv.tokens[1]) == 1
+
+
+def test_without_packing_a_step_runs_one_prompt() -> None:
+    for packed in (True, False):
+        kv = engine(num_units=400, packed_prefill=packed)
+        for request_id in range(4):
+            kv.add(request(request_id, [request_id] * 5, 3))
+        at_once, execute = [], kv.executor.execute
+
+        def record(plan: StepPlan) -> Any:
+            at_once.append(kv.scheduler.stats().num_context)  # noqa: B023 - within the iteration
+            return execute(plan)  # noqa: B023
+
+        kv.executor.execute = record  # type: ignore[method-assign]
+        kv.drain()
+        assert (max(at_once) > 1) is packed
+        assert all(kv.tokens[i] == answer([i] * 5, 3) for i in range(4))
