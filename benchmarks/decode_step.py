@@ -1,11 +1,13 @@
 """One decode step of a whole model in one CUDA graph: op by op, fused, and its GEMMs alone.
 
 The modules are the product's own with random weights; the unfused arm runs every operator of ours
-as its chain of torch operators, the third arm replays the matrix products that the fused step
-makes and nothing else. Checks every kernel against PyTorch on the model's shapes, counts kernels,
-then times the arms in turn. Figures are printed and go to a JSON file; exits 1 where a check fails.
+as its chain of torch operators, another replays the matrix products that the fused step makes and
+nothing else. Up to 16 requests there are two more: the fused step with our own products of few
+rows (`launch.skinny_linear`) in place of cuBLAS's, and those products alone. Checks every kernel
+against PyTorch on the model's shapes, counts kernels, then times the arms in turn. Figures are
+printed and go to a JSON file; exits 1 where a check fails.
 
-Run: python3 benchmarks/decode_step.py --out decode_step.json [--models ...] [--batches 1,8,32]
+Run: python3 benchmarks/decode_step.py --out decode_step.json [--models ...] [--batches 1,2,4,8,32]
 """
 
 from __future__ import annotations
@@ -204,13 +206,29 @@ def products_of(step: DecodeStep) -> Callable[[], list[Tensor]]:
     return run
 
 
+def skinny_products_of(step: DecodeStep) -> Callable[[], list[Tensor]]:
+    """The same by our own kernel."""
+    with _Products() as mode:
+        step.logits()
+    # Of F.linear(x, weight) or mm(x, weight^T).
+    operands = [
+        (args[0], args[1] if func is torch.ops.aten.linear.default else args[1].t())
+        for func, args in mode.calls
+    ]
+    return lambda: [launch.skinny_linear(x, weight) for x, weight in operands]
+
+
 @contextlib.contextmanager
 def arm(name: str, missing: list[str]) -> Iterator[None]:
-    """How operators of ours run while an arm is captured."""
+    """How operators of ours, and products, run while an arm is captured."""
     # The noise's unfused form draws on the CPU, which no graph can hold.
     every = [op.name for op in schema.OPS if op.name != "position_keyed_noise"]
-    with ops.running_unfused(every if name == "op by op" else missing):
-        yield
+    ops.use_skinny_linear(launch.MAX_SKINNY_ROWS if "skinny" in name else 0)
+    try:
+        with ops.running_unfused(every if name == "op by op" else missing):
+            yield
+    finally:
+        ops.use_skinny_linear(0)
 
 
 def kernel_counts(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
@@ -257,13 +275,19 @@ def check(step: DecodeStep, missing: list[str]) -> dict[str, Any]:
 def measure(step: DecodeStep, missing: list[str]) -> dict[str, Any]:
     """Count and time one model and batch."""
     graphs, results = {}, {}
-    for name in ("op by op", "fused"):
+    # Graphs read the products' operands, and a capture gives memory back that nobody holds.
+    with arm("fused", missing):
+        products, skinny_products = products_of(step), skinny_products_of(step)
+    is_skinny = step.batch <= launch.MAX_SKINNY_ROWS
+    for name in ("op by op", "fused", *(["fused, skinny products"] if is_skinny else [])):
         with arm(name, missing):
             is_finite = bool(step.logits().isfinite().all())
             graphs[name] = graph_of(step.token_ids)
         results[name] = {"finite": is_finite}
     with arm("fused", missing):
-        graphs["GEMMs alone"] = graph_of(products_of(step))
+        graphs["GEMMs alone"] = graph_of(products)
+        if is_skinny:
+            graphs["skinny products alone"] = graph_of(skinny_products)
     for name, graph in graphs.items():
         results.setdefault(name, {}).update(kernel_counts(graph))
     times: dict[str, list[float]] = {name: [] for name in graphs}
@@ -273,10 +297,12 @@ def measure(step: DecodeStep, missing: list[str]) -> dict[str, Any]:
     for name, all_ms in times.items():
         kept = sorted(all_ms[WARM_UP:])
         results[name] |= {"ms": statistics.median(kept), "ms_range": [kept[0], kept[-1]]}
-    return {
-        "arms": results,
-        "fused_of_gemms": results["fused"]["ms"] / results["GEMMs alone"]["ms"],
+    of_gemms = {
+        name: results[name]["ms"] / results["GEMMs alone"]["ms"]
+        for name in results
+        if name.startswith("fused")
     }
+    return {"arms": results, "of_gemms": of_gemms}
 
 
 def report_check(model: str, checked: dict[str, Any]) -> None:
@@ -289,13 +315,14 @@ def report_times(model: str, batch: int, entry: dict[str, Any]) -> None:
     goal = f" (goal: {GOALS['of_gemms']}, fewer than {GOALS['kernels']} kernels)"
     has_goal = model == "Ouro-1.4B" and batch == 1
     head = f"{model}, {batch} requests x {KV_LENGTH} positions"
-    print(f"{head}: fused / GEMMs {entry['fused_of_gemms']:.2f}{goal if has_goal else ''}")
+    ratios = ", ".join(f"{name} / GEMMs {ratio:.2f}" for name, ratio in entry["of_gemms"].items())
+    print(f"{head}: {ratios}{goal if has_goal else ''}")
     for name, figures in entry["arms"].items():
         counted = f"{figures['kernels']:>6} kernels + {figures['split_k_reductions']:>4}"
         low, high = figures["ms_range"]
         is_finite = figures.get("finite", True)
         print(
-            f"  {name:12}{figures['ms']:8.2f} ms ({low:.2f}-{high:.2f}) {counted} reductions"
+            f"  {name:24}{figures['ms']:8.2f} ms ({low:.2f}-{high:.2f}) {counted} reductions"
             f"{'' if is_finite else ' NOT FINITE'}",
             flush=True,
         )
@@ -315,7 +342,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--models", default=",".join(CONFIGS), help="comma-separated")
-    parser.add_argument("--batches", default="1,8,32", help="comma-separated")
+    parser.add_argument("--batches", default="1,2,4,8,32", help="comma-separated")
     parser.add_argument("--library", type=Path, help="use this plugin library, build none")
     options = parser.parse_args()
     launch.load(options.library or build_library())

@@ -304,7 +304,9 @@ def drive_small_shapes() -> None:
                 rows = torch.arange(count - 1, -1, -1, dtype=torch.int32).cuda()
                 seeds = torch.arange(count).cuda()
                 OPS.compact_scatter(x, OPS.compact_gather(x, rows), rows)
+                OPS.compact_scatter(x, x[: count - 1].clone(), rows[: count - 1])
                 OPS.position_keyed_noise(x, rows, seeds, std=0.1, scale=3.0)
+    drive_skinny_linear()
     shape = (3, 2, 4, 2, 8)
     units = torch.randn(6, *shape).cuda()
     pool = torch.tensor([units.data_ptr(), 6]).cuda()
@@ -314,6 +316,16 @@ def drive_small_shapes() -> None:
     columns = [torch.tensor(v, dtype=torch.int32).cuda() for v in ([2], [1], [[5, 6]])]
     launch.update_tables(table, *columns)
     torch.cuda.synchronize()
+
+
+def drive_skinny_linear() -> None:
+    """Every form of the kernel: deep and shallow, x in shared memory or not, tall, unaligned."""
+    for dtype in (BF16, F32):
+        for count in (1, 3, 16):
+            for inputs, outputs in ((2048, 40), (5632, 1100), (17920, 24), (72, 9), (33, 5)):
+                operands = [torch.randn(n, inputs).to(dtype).cuda() for n in (count, outputs)]
+                torch.cuda.synchronize()
+                launch.skinny_linear(*operands)
 
 
 def sanitize(script: str = __file__) -> dict[str, str]:

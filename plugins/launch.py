@@ -21,7 +21,7 @@ from looptrt.errors import PluginError
 from looptrt.plugins.schema import operand_error
 
 LIBRARY_NAME = "liblooptrt_plugins.so"
-ABI_VERSION = 2  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
+ABI_VERSION = 3  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
 BUILD_COMMAND = "cmake -S . -B build/cuda -DLOOPTRT_CUDA=ON && cmake --build build/cuda --parallel"
 
 # Arguments of every C function without its stream: pointer, int64 (q), int32 (i), float.
@@ -38,10 +38,12 @@ SIGNATURES = {
     "compact_gather": "pppqqii",
     "compact_scatter": "ppppqqii",
     "position_keyed_noise": "pppqiffi",
+    "skinny_linear": "pppqiii",
     "sample": "pppppppppqii",
     "plane_copy": "ppppppqiii",
     "update_tables": "ppppqiii",
 }
+MAX_SKINNY_ROWS = 16  # kMaxSkinnyRows of plugins/kernels/skinny_linear.cuh
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -82,6 +84,10 @@ class Library:
         """
         if getattr(self._library, f"looptrt_{name}")(*arguments, stream):
             raise PluginError(f"{name}: {self._library.looptrt_last_error_text().decode()}")
+
+    def let_kernels_overlap(self, allowed: bool) -> None:
+        """See the function of this name."""
+        self._library.looptrt_let_kernels_overlap(ctypes.c_int32(allowed))
 
     def plane_copy_workspace_bytes(self, *sizes: int) -> int:
         """Bytes that `plane_copy` needs for (copies, unit_slots, page_size, token_bytes)."""
@@ -150,8 +156,12 @@ def _enqueue(name: str, *arguments: Tensor | float | None) -> None:
     first = arguments[0]
     assert isinstance(first, Tensor)
     values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-    with torch.cuda.device(first.device):
-        library.call(name, torch.cuda.current_stream().cuda_stream, *values)
+    index = first.get_device()
+    if torch.cuda.current_device() == index:  # entering a device costs as much as the launch
+        library.call(name, torch.cuda.current_stream(index).cuda_stream, *values)
+        return
+    with torch.cuda.device(index):
+        library.call(name, torch.cuda.current_stream(index).cuda_stream, *values)
 
 
 def fenced_rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -356,6 +366,44 @@ OPERATORS: dict[str, Callable[..., Any]] = {
         position_keyed_noise,
     )
 }
+
+
+def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer on a few rows, at the speed at which its weight can be read.
+
+    Sums are float32, ordered by K alone and rounded once: an element's bits depend on its rows of
+    x and weight, not on their neighbours (level batch_invariant). They are not cuBLAS's.
+    The kernel reads weight before its predecessor on the stream has ended, so the kernel called
+    just before must not write it; x may be its result.
+
+    Args:
+        x: [R, K], R at most `MAX_SKINNY_ROWS`.
+        weight: [N, K], of x's dtype; both contiguous.
+
+    Returns:
+        [R, N].
+
+    Raises:
+        PluginError: operands of another shape, dtype or placement, or too many rows.
+    """
+    if x.dtype not in _DTYPES:
+        raise operand_error("skinny_linear", "x", " or ".join(map(str, _DTYPES)), x.dtype)
+    rows, inputs = x.shape
+    outputs = len(weight)
+    _check("skinny_linear", "x", x, x.dtype, (rows, inputs))
+    _check("skinny_linear", "weight", weight, x.dtype, (outputs, inputs))
+    check_placement("skinny_linear", "weight", weight, x.device)
+    y = x.new_empty(rows, outputs)
+    _enqueue("skinny_linear", y, x, weight, rows, outputs, inputs, _DTYPES[x.dtype])
+    return y
+
+
+def let_kernels_overlap(allowed: bool) -> None:
+    """Let small kernels start before their predecessors have ended, from now on; off at first.
+
+    Faster between kernels of the library, slower after cuBLAS's. Changes no bits.
+    """
+    load().let_kernels_overlap(allowed)
 
 
 def plane_copy(

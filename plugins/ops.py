@@ -158,17 +158,21 @@ _max_skinny_rows = 0
 def use_skinny_linear(max_rows: int) -> None:
     """Compute `linear` of up to max_rows rows with our kernel on CUDA, in the whole process.
 
+    The small kernels beside these products then start early (`launch.let_kernels_overlap`).
+
     Args:
         max_rows: 0 turns it off, as at the start; at most `launch.MAX_SKINNY_ROWS`.
 
     Raises:
-        PluginError: more rows than the kernel takes.
+        PluginError: more rows than the kernel takes, or there is no plugin library.
     """
     global _max_skinny_rows
     if not 0 <= max_rows <= launch.MAX_SKINNY_ROWS:
         raise PluginError(
             f"skinny_linear: expected 0..{launch.MAX_SKINNY_ROWS} rows, got {max_rows}"
         )
+    if max_rows or _max_skinny_rows:
+        launch.let_kernels_overlap(max_rows > 0)
     _max_skinny_rows = max_rows
 
 

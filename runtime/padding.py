@@ -15,7 +15,8 @@ import numpy as np
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.step_plan import Int32Array, StepPlan
 
-# Above it a step's kernels take longer than their launches.
+# Ouro-1.4B on an H200: 512 rows take 14 ms as a graph and 55 ms kernel by kernel; at 8192 rows
+# launches hide behind kernels. Where between the two they begin to was not measured.
 MAX_GRAPH_ROWS = 1024
 # Rows of a step in which every sequence has one, and of a loop.
 SIZES: tuple[int, ...] = (

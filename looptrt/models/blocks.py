@@ -26,7 +26,7 @@ from looptrt.loop_spec import (
     RopeScalingKind,
     RopeStyle,
 )
-from looptrt.plugins import ops as _register_ops  # noqa: F401 - defines torch.ops.looptrt
+from looptrt.plugins import ops  # defines torch.ops.looptrt
 
 EMBEDDING = "prelude.embedding.weight"
 HEAD = "coda.head.weight"
@@ -190,7 +190,7 @@ class Layer(nn.Module):
 
     def attend(self, y: Tensor, kv: KVInputs, rope: Rope) -> Tensor:
         """Attention sublayer of its input rows, [R, H] to [R, H]."""
-        qkv = F.linear(y, self.qkv.weight)
+        qkv = ops.linear(y, self.qkv.weight)
         if self._qk_norm_eps is not None:
             norms = self.q_norm.weight, self.k_norm.weight
             qkv = _OPS.fenced_qk_norm(qkv, *norms, **self._heads, eps=self._qk_norm_eps)
@@ -202,11 +202,13 @@ class Layer(nn.Module):
         else:
             qkv = _OPS.fenced_rope(qkv, *turn, **self._heads, interleaved=self._interleaved)
         attended = _OPS.packed_plane_attention(qkv, *kv, **self._heads, **self._kv_place)
-        return F.linear(attended, self.o.weight)
+        return ops.linear(attended, self.o.weight)
 
     def mlp(self, y: Tensor) -> Tensor:
         """MLP sublayer of its input rows, [R, H] to [R, H]."""
-        return F.linear(_OPS.fenced_silu_mul(F.linear(y, self.gate_up.weight)), self.down.weight)
+        return ops.linear(
+            _OPS.fenced_silu_mul(ops.linear(y, self.gate_up.weight)), self.down.weight
+        )
 
 
 def _open(h: Tensor, opening: Tensor | None, eps: float) -> Tensor:
@@ -430,7 +432,7 @@ class Core(Phase):
             [R, H] their next state.
         """
         if injection is not None:
-            h = F.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
+            h = ops.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
             if self.spec.skip_first_adapter:
                 # A select, so that the first loop's input is the injection's own bits.
                 h = torch.where(inputs["plane"] == 0, injection, h)
@@ -477,7 +479,7 @@ class Coda(Phase):
         h = _OPS.compact_gather(h, inputs["logit_rows"])
         if self.spec.norm_before_head:
             h = _OPS.fenced_rms_norm(h, self.norm.weight, eps=eps)
-        return F.linear(h, self.head.weight).to(self._logits_dtype)
+        return ops.linear(h, self.head.weight).to(self._logits_dtype)
 
 
 class LoopedModel(nn.Module):

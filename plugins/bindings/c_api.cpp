@@ -7,11 +7,13 @@
 #include "fenced_rms_norm.cuh"
 #include "fenced_rope.cuh"
 #include "fenced_silu_mul.cuh"
+#include "looptrt/overlap.h"
 #include "looptrt/plugins.h"
 #include "packed_plane_attention.cuh"
 #include "plane_copy.cuh"
 #include "position_keyed_noise.cuh"
 #include "sampling.cuh"
+#include "skinny_linear.cuh"
 #include "update_tables.cuh"
 
 namespace {
@@ -40,6 +42,8 @@ int norm(NormForm form, looptrt::FencedRmsNormParams p, void* stream) {
 int looptrt_abi_version() { return LOOPTRT_PLUGINS_ABI; }
 
 char const* looptrt_last_error_text() { return last_error_text.c_str(); }
+
+void looptrt_let_kernels_overlap(int32_t allowed) { looptrt::kernels_overlap = allowed != 0; }
 
 int looptrt_fenced_rms_norm(void* y, void const* x, void const* weight, int64_t num_tokens,
                             int32_t hidden, float eps, int32_t dtype, void* stream) {
@@ -247,6 +251,19 @@ int looptrt_position_keyed_noise(void* noise, int32_t const* positions, int64_t 
   p.scale = scale;
   p.dtype = static_cast<DType>(dtype);
   return report(looptrt::launchPositionKeyedNoise(p, asStream(stream)));
+}
+
+int looptrt_skinny_linear(void* y, void const* x, void const* weight, int64_t num_rows,
+                          int32_t outputs, int32_t inputs, int32_t dtype, void* stream) {
+  looptrt::SkinnyLinearParams p{};
+  p.y = y;
+  p.x = x;
+  p.weight = weight;
+  p.num_rows = num_rows;
+  p.outputs = outputs;
+  p.inputs = inputs;
+  p.dtype = static_cast<DType>(dtype);
+  return report(looptrt::launchSkinnyLinear(p, asStream(stream)));
 }
 
 int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits, double const* temperatures,

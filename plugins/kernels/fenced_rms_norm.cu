@@ -17,6 +17,11 @@ constexpr int kMaxRowBytes = 48 * 1024;      // two rows fit in the shared memor
 constexpr int kFreeSharedBytes = 48 * 1024;  // what a kernel gets without asking
 constexpr int kShortVectors = 4;             // a thread holds this many vectors in registers
 constexpr int kLongBatch = 4;                // vectors a thread reads before it writes one
+constexpr int kMinFewThreads = 128;          // of a row on fencedRmsNormOfFewKernel
+constexpr int kMaxFewThreads = 256;
+constexpr int kFewHidden = 2048;  // widths up to these have their own number of vectors a thread
+constexpr int kMaxFewHidden = 6144;
+constexpr int kLine = 128;  // bytes
 constexpr int kSumBytes = kSumSlots * static_cast<int>(sizeof(float));
 
 template <typename T>
@@ -25,11 +30,13 @@ using V = Vec<T, kSumLanes>;
 // How a thread holds its part of a row, the vectors that it sums. Small kernels are fast at one
 // row, where fetching instructions is much of the time.
 enum class Layout {
-  kNarrow,  // one vector, of elements `threads` apart
-  kSingle,  // one vector
-  kShort,   // at most kShortVectors vectors in registers, weights loaded before the sum
-  kLong,    // any number, waiting in shared memory, where each thread touches its own part only
-  kChains,  // a warp's row, its running sums one a thread of fencedRmsNormByChainsKernel
+  kNarrow,   // one vector, of elements `threads` apart
+  kSingle,   // one vector
+  kShort,    // at most kShortVectors vectors in registers, weights loaded before the sum
+  kLong,     // any number, waiting in shared memory, where each thread touches its own part only
+  kFew,      // a row on fencedRmsNormOfFewKernel, up to kFewHidden wide
+  kFewLong,  // the same, up to kMaxFewHidden
+  kChains,   // a warp's row, its running sums one a thread of fencedRmsNormByChainsKernel
 };
 
 template <Layout kLayout>
@@ -183,10 +190,13 @@ struct SquareSum {
       sums[c] = addRn(sums[c], mulRn(x, x));
     }
   }
+  __device__ __forceinline__ float total() const {
+    return addRn(addRn(addRn(sums[0], sums[1]), sums[2]), sums[3]);
+  }
   // 1 / sqrt(mean + eps), in every thread of the row.
   __device__ __forceinline__ float inverseRms(RowSumPlan const& plan, float eps,
                                               float* shared) const {
-    float const own = addRn(addRn(addRn(sums[0], sums[1]), sums[2]), sums[3]);
+    float const own = total();
     float const sum = plan.threads <= kWarp ? sumInWarp(own, plan) : sumInBlock(own, plan, shared);
     return rsqrtf(addRn(mulRn(sum, plan.factor), eps));
   }
@@ -206,18 +216,42 @@ template <NormForm kForm>
 constexpr bool kAddsFirst = kForm == NormForm::kAddNorm || kForm == NormForm::kAddNormNorm;
 
 template <NormForm kForm>
+constexpr bool kHasResidual = kForm != NormForm::kNorm && kForm != NormForm::kQkNorm;
+
+template <NormForm kForm>
 constexpr bool kHasTwoNorms = kForm == NormForm::kNormAddNorm || kForm == NormForm::kAddNormNorm;
+
+// The row of a block that kNorm works on, or that of q, k or v in kQkNorm: blocks 0, 1 and 2 in y.
+template <typename T, NormForm kForm>
+struct RowOf {
+  T* y;
+  T const* x;
+  T const* weight;
+  bool is_copied;
+
+  __device__ __forceinline__ RowOf(FencedRmsNormParams const& p, int64_t row)
+      : y(static_cast<T*>(p.y) + row * p.row_stride),
+        x(static_cast<T const*>(p.x) + row * p.row_stride),
+        weight(static_cast<T const*>(p.weight)),
+        is_copied(false) {
+    if constexpr (kForm == NormForm::kQkNorm) {
+      y += blockIdx.y * p.hidden;
+      x += blockIdx.y * p.hidden;
+      if (blockIdx.y == 1) weight = static_cast<T const*>(p.next_weight);
+      is_copied = blockIdx.y == 2;
+    }
+  }
+};
 
 template <typename T, Layout kLayout, NormForm kForm>
 __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArgs const args) {
   extern __shared__ uint4 shared[];
-  constexpr bool kHasResidual = kForm != NormForm::kNorm;
   FencedRmsNormParams const& p = args.p;
   RowSumPlan const& plan = args.plan;
   int const row_in_block = threadIdx.x >> plan.threads_shift;
   Part<T, kLayout> const part(threadIdx.x & (plan.threads - 1), args);
   // In shared memory: a long row, its residual, slots of the sum. A long row has its own block.
-  constexpr int kWaitingRows = kLayout != Layout::kLong ? 0 : kHasResidual ? 2 : 1;
+  constexpr int kWaitingRows = kLayout != Layout::kLong ? 0 : kHasResidual<kForm> ? 2 : 1;
   auto* waiting = reinterpret_cast<T*>(shared);
   auto* waiting_residual = waiting + p.hidden;
   auto* sums = reinterpret_cast<float*>(waiting + kWaitingRows * p.hidden);
@@ -230,20 +264,26 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
     if (!is_row) return;
     is_row = true;
   }
-  auto const* x_row = static_cast<T const*>(p.x) + row * p.row_stride;
-  auto* y = static_cast<T*>(p.y) + row * p.row_stride;
+  RowOf<T, kForm> const rows(p, row);
   auto const* residual_row = static_cast<T const*>(p.residual) + row * p.hidden;
   auto* h = static_cast<T*>(p.h) + row * p.hidden;
 
   Held<T, kLayout> x(part, waiting);
   Held<T, kLayout> residual(part, waiting_residual);
-  Weight<T, kLayout> weight(part, p.weight);
+  Weight<T, kLayout> weight(part, rows.weight);
   Weight<T, kLayout> next_weight(part, p.next_weight);
-  x.fill(x_row);
-  if constexpr (kHasResidual) residual.fill(residual_row);
+  x.fill(rows.x);
+  if constexpr (kHasResidual<kForm>) residual.fill(residual_row);
   weight.fill();
   if constexpr (kHasTwoNorms<kForm>) next_weight.fill();
   if constexpr (kLayout == Layout::kLong) waitForCopies();
+  if (rows.is_copied) {
+    part.forEach([](int, int) {},
+                 [&](int slot, int offset) {
+                   if (is_row) part.store(rows.y, offset, x.get(slot, offset));
+                 });
+    return;
+  }
 
   V<T> xs[kBatch<kLayout>];
   V<T> residuals[kBatch<kLayout>];
@@ -289,7 +329,7 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
       },
       [&](int slot, int offset) {
         V<T> const v = scale(xs[slot], inverse, weights[slot]);
-        if (is_row) part.store(y, offset, v);
+        if (is_row) part.store(rows.y, offset, v);
       });
 }
 
@@ -306,7 +346,8 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
   int64_t const row = blockIdx.x;
   auto* waiting = reinterpret_cast<T*>(shared);
   auto* waiting_residual = waiting + p.hidden;
-  auto const* x = static_cast<T const*>(p.x) + row * p.row_stride;
+  RowOf<T, kForm> const rows(p, row);
+  auto const* x = rows.x;
   auto const* residual = static_cast<T const*>(p.residual) + row * p.hidden;
   int const first = threadIdx.x * kWide;
   waitForInputs();
@@ -331,11 +372,17 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
   } else {
     for (int i = first; i < p.hidden; i += kStep) {
       copyVecAsync<T, kWide>(waiting + i, x + i);
-      if constexpr (kForm != NormForm::kNorm) {
+      if constexpr (kHasResidual<kForm>) {
         copyVecAsync<T, kWide>(waiting_residual + i, residual + i);
       }
     }
     waitForCopies();
+  }
+  if (rows.is_copied) {
+    for (int i = first; i < p.hidden; i += kStep) {
+      storeVec(rows.y + i, loadVec<T, kWide>(waiting + i));
+    }
+    return;
   }
   __syncthreads();
 
@@ -359,7 +406,7 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
       }
     }
   };
-  auto const* last_weight = static_cast<T const*>(p.weight);
+  auto const* last_weight = rows.weight;
   float inverse = inverseRms();
   if constexpr (kHasTwoNorms<kForm>) {
     auto* h = static_cast<T*>(p.h) + row * p.hidden;
@@ -373,14 +420,121 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
     last_weight = static_cast<T const*>(p.next_weight);
     inverse = inverseRms();
   }
-  auto* y = static_cast<T*>(p.y) + row * p.row_stride;
-  scaleRow(last_weight, inverse, [&](int i, Vec<T, kWide> const& v) { storeVec(y + i, v); });
+  scaleRow(last_weight, inverse, [&](int i, Vec<T, kWide> const& v) { storeVec(rows.y + i, v); });
+}
+
+// One row a block, for plans of kMinFewThreads threads and more: a thread stands for kJoined
+// threads of the plan, the first steps of whose tree are its own, and every warp takes the rest of
+// the tree alone, so that a sum costs one barrier. Few rows are a matter of latency.
+template <typename T, NormForm kForm, int kHidden, int kThreads, int kJoined>
+__global__ void __launch_bounds__(kThreads) fencedRmsNormOfFewKernel(NormArgs const args) {
+  constexpr int kSlots = kHidden / (kThreads * kSumLanes);
+  constexpr int kWarps = kThreads / kWarp;
+  __shared__ float shared[2][kThreads];
+  FencedRmsNormParams const& p = args.p;
+  int64_t const row = blockIdx.x;
+  int const vectors = p.hidden / kSumLanes;
+  RowOf<T, kForm> const rows(p, row);
+  auto const* residual_row = static_cast<T const*>(p.residual) + row * p.hidden;
+  letNextStart();
+  int const line = threadIdx.x * (kLine / static_cast<int>(sizeof(T)));
+  if (line < p.hidden) {
+    prefetchLine(rows.weight + line);
+    if constexpr (kHasTwoNorms<kForm>) prefetchLine(static_cast<T const*>(p.next_weight) + line);
+    if constexpr (kHasResidual<kForm>) prefetchLine(residual_row + line);
+  }
+  waitForInputs();
+
+  V<T> x[kSlots] = {};
+  V<T> residual[kSlots] = {};
+  V<T> weight[kSlots] = {};
+  V<T> next_weight[kSlots] = {};
+  auto const load = [&](V<T>(&into)[kSlots], void const* from) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      int const vec = threadIdx.x + slot * kThreads;
+      if (vec < vectors) {
+        into[slot] = loadVec<T, kSumLanes>(static_cast<T const*>(from) + vec * kSumLanes);
+      }
+    }
+  };
+  load(x, rows.x);
+  if constexpr (kHasResidual<kForm>) load(residual, residual_row);
+  load(weight, rows.weight);
+  if constexpr (kHasTwoNorms<kForm>) load(next_weight, p.next_weight);
+  auto const store = [&](T* to, int slot, V<T> const& value) {
+    int const vec = threadIdx.x + slot * kThreads;
+    if (vec < vectors) storeVec(to + vec * kSumLanes, value);
+  };
+  if (rows.is_copied) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) store(rows.y, slot, x[slot]);
+    return;
+  }
+
+  // 1 / sqrt(mean + eps) of x.
+  auto const inverseRms = [&](float (&between)[kThreads]) {
+    SquareSum joined[kJoined];
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) joined[slot % kJoined].template take<T>(x[slot]);
+    float own[kJoined];
+#pragma unroll
+    for (int i = 0; i < kJoined; ++i) own[i] = joined[i].total();
+#pragma unroll
+    for (int offset = kJoined / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < offset; ++i) own[i] = addRn(own[i], own[i + offset]);
+    }
+    between[threadIdx.x] = own[0];
+    __syncthreads();
+    float sums[kWarps];
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) sums[i] = between[i * kWarp + threadIdx.x % kWarp];
+#pragma unroll
+    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int i = 0; i < offset; ++i) sums[i] = addRn(sums[i], sums[i + offset]);
+    }
+    float const sum = sumLanes<kWarp>(sums[0]);
+    return rsqrtf(addRn(mulRn(sum, args.plan.factor), p.eps));
+  };
+  if constexpr (kAddsFirst<kForm>) {
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) x[slot] = addVec(x[slot], residual[slot]);
+  }
+  float inverse = inverseRms(shared[0]);
+  if constexpr (kHasTwoNorms<kForm>) {
+    auto* h = static_cast<T*>(p.h) + row * p.hidden;
+#pragma unroll
+    for (int slot = 0; slot < kSlots; ++slot) {
+      x[slot] = scale(x[slot], inverse, weight[slot]);
+      if constexpr (!kAddsFirst<kForm>) x[slot] = addVec(residual[slot], x[slot]);
+      store(h, slot, x[slot]);
+    }
+    inverse = inverseRms(shared[1]);
+  }
+#pragma unroll
+  for (int slot = 0; slot < kSlots; ++slot) {
+    store(rows.y, slot,
+          scale(x[slot], inverse, kHasTwoNorms<kForm> ? next_weight[slot] : weight[slot]));
+  }
 }
 
 using Kernel = void (*)(NormArgs);
 
+template <typename T, NormForm kForm, int kHidden>
+Kernel kernelOfFew(int plan_threads) {
+  // float32 is no model's dtype on a GPU: it has the general kernel alone.
+  if constexpr (sizeof(T) == 2) {
+    if (plan_threads == 128) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 128, 1>;
+    if (plan_threads == 256) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 256, 1>;
+    if (plan_threads == 512) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 256, 2>;
+  }
+  return nullptr;
+}
+
 template <typename T, NormForm kForm>
-Kernel kernelOf(Layout layout) {
+Kernel kernelOf(Layout layout, RowSumPlan const& plan) {
   switch (layout) {
     case Layout::kNarrow:
       return fencedRmsNormKernel<T, Layout::kNarrow, kForm>;
@@ -390,6 +544,10 @@ Kernel kernelOf(Layout layout) {
       return fencedRmsNormKernel<T, Layout::kShort, kForm>;
     case Layout::kLong:
       return fencedRmsNormKernel<T, Layout::kLong, kForm>;
+    case Layout::kFew:
+      return kernelOfFew<T, kForm, kFewHidden>(plan.threads);
+    case Layout::kFewLong:
+      return kernelOfFew<T, kForm, kMaxFewHidden>(plan.threads);
     case Layout::kChains:
       return fencedRmsNormByChainsKernel<T, kForm>;
   }
@@ -397,16 +555,18 @@ Kernel kernelOf(Layout layout) {
 }
 
 template <typename T>
-Kernel kernelOf(NormForm form, Layout layout) {
+Kernel kernelOf(NormForm form, Layout layout, RowSumPlan const& plan) {
   switch (form) {
     case NormForm::kNorm:
-      return kernelOf<T, NormForm::kNorm>(layout);
+      return kernelOf<T, NormForm::kNorm>(layout, plan);
     case NormForm::kAddNorm:
-      return kernelOf<T, NormForm::kAddNorm>(layout);
+      return kernelOf<T, NormForm::kAddNorm>(layout, plan);
     case NormForm::kNormAddNorm:
-      return kernelOf<T, NormForm::kNormAddNorm>(layout);
+      return kernelOf<T, NormForm::kNormAddNorm>(layout, plan);
     case NormForm::kAddNormNorm:
-      return kernelOf<T, NormForm::kAddNormNorm>(layout);
+      return kernelOf<T, NormForm::kAddNormNorm>(layout, plan);
+    case NormForm::kQkNorm:
+      return kernelOf<T, NormForm::kQkNorm>(layout, plan);
   }
   return nullptr;
 }
@@ -414,12 +574,16 @@ Kernel kernelOf(NormForm form, Layout layout) {
 // Rows that wait in a block's shared memory: x and, where it comes in late, the residual.
 int waitingRows(NormForm form, Layout layout) {
   if (layout == Layout::kChains) return form == NormForm::kNormAddNorm ? 2 : 1;
-  if (layout == Layout::kLong) return form == NormForm::kNorm ? 1 : 2;
+  if (layout == Layout::kLong) return form == NormForm::kNorm || form == NormForm::kQkNorm ? 1 : 2;
   return 0;
 }
 
-Layout layoutOf(RowSumPlan const& plan, int hidden) {
+Layout layoutOf(RowSumPlan const& plan, int hidden, DType dtype) {
   if (plan.is_narrow) return Layout::kNarrow;
+  if (dtype != DType::kFloat32 && plan.threads == plan.group && plan.threads >= kMinFewThreads) {
+    if (hidden <= kFewHidden) return Layout::kFew;
+    if (hidden <= kMaxFewHidden) return Layout::kFewLong;
+  }
   int64_t const vectors = ceilDiv(hidden / kSumLanes, plan.threads);
   if (vectors == 1) return Layout::kSingle;
   if (vectors <= kShortVectors) return Layout::kShort;
@@ -452,19 +616,24 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
   }
   if (p.num_tokens == 0) return cudaSuccess;
   RowSumPlan const plan = planRowSum(p.num_tokens, p.hidden);
-  Layout const layout = layoutOf(plan, p.hidden);
+  Layout const layout = layoutOf(plan, p.hidden, p.dtype);
+  bool const are_few = layout == Layout::kFew || layout == Layout::kFewLong;
+  bool const sums_in_block = !are_few && plan.threads > kWarp;
   int const waiting_rows = waitingRows(form, layout);
   int64_t const shared_bytes =
-      waiting_rows * p.hidden * sizeOf(p.dtype) + (plan.threads > kWarp ? kSumBytes : 0);
+      waiting_rows * p.hidden * sizeOf(p.dtype) + (sums_in_block ? kSumBytes : 0);
   // Rows of at most a warp's threads share a block.
   int const rows_per_block =
       layout == Layout::kChains || plan.threads > kWarp ? 1 : kMinBlock / plan.threads;
   int64_t const grid = ceilDiv(p.num_tokens, rows_per_block);
   if (grid > kMaxGridX) return cudaErrorInvalidValue;
-  int const block = layout == Layout::kChains ? kChainThreads : rows_per_block * plan.threads;
+  int const block = layout == Layout::kChains ? kChainThreads
+                    : are_few                 ? std::min(plan.threads, kMaxFewThreads)
+                                              : rows_per_block * plan.threads;
+  if (are_few) start = Start::kOverlappingIfAllowed;
   NormArgs const args{p, plan, log2Of(rows_per_block)};
   return dispatchDType(p.dtype, [&](auto tag) {
-    Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout);
+    Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout, plan);
     if (shared_bytes > kFreeSharedBytes) {
       if (cudaError_t error = cudaFuncSetAttribute(
               kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
@@ -472,7 +641,8 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
         return error;
       }
     }
-    return launchKernel(kernel, dim3(grid), block, stream, args, shared_bytes, start);
+    return launchKernel(kernel, dim3(grid, form == NormForm::kQkNorm ? 3 : 1), block, stream, args,
+                        shared_bytes, start);
   });
 }
 
@@ -491,11 +661,16 @@ cudaError_t launchFencedQkNorm(FencedQkNormParams const& p, cudaStream_t stream)
   norm.y = to;
   norm.x = from;
   norm.weight = p.q_weight;
+  norm.next_weight = p.k_weight;
   norm.num_tokens = p.num_tokens;
   norm.row_stride = stride;
   norm.hidden = p.q_width;
   norm.eps = p.eps;
   norm.dtype = p.dtype;
+  if (p.q_width == p.k_width) {
+    return launchNorm(NormForm::kQkNorm, norm, stream, Start::kAfterPrevious);
+  }
+  // Fewer key heads: other plans, so other kernels.
   if (cudaError_t error = launchNorm(NormForm::kNorm, norm, stream, Start::kAfterPrevious);
       error != cudaSuccess) {
     return error;

@@ -15,6 +15,7 @@ enum class NormForm {
   kAddNorm,      // y = norm(x + residual; weight)
   kNormAddNorm,  // h = residual + norm(x; weight), y = norm(h; next_weight)
   kAddNormNorm,  // h = norm(x + residual; weight), y = norm(h; next_weight)
+  kQkNorm,  // rows of x are [q, k, v], each hidden wide: norm(q; weight), norm(k; next_weight), v
 };
 
 struct FencedRmsNormParams {

@@ -30,6 +30,7 @@ struct Divider {
 struct RopeArgs {
   FencedRopeParams p;
   Divider parts;  // stretches of pairs of a head
+  bool overlaps;  // the kernel may start before its inputs are there
 };
 
 // Turns (first, second) of every pair; the bits of the eager chain in Table's precision.
@@ -77,6 +78,15 @@ __device__ __forceinline__ Vec<T, kPairs> notANumber() {
   return vec;
 }
 
+__device__ __forceinline__ bool isKnown(FencedRopeParams const& p, int64_t position) {
+  return position >= 0 && position < p.max_positions;
+}
+
+// First element of a position's row of the tables; of row 0 for a position outside them.
+__device__ __forceinline__ int64_t angleOf(FencedRopeParams const& p, int64_t position) {
+  return isKnown(p, position) ? position * (p.head_dim / 2) : 0;
+}
+
 // One thread turns kPairs pairs of kHeads neighbouring heads of one token, or copies their v.
 // Grid: x tokens, y stretches of such items.
 template <typename T, typename Table, int kPairs, bool kIsInterleaved>
@@ -92,10 +102,21 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
   int const pair = (item - group * args.parts.divisor) * kPairs;
   int const step = kIsInterleaved ? kPairs : half;  // from a thread's low vector to its high one
   int64_t const token = blockIdx.x;
+  letNextStart();
+  int const begin = first_head * p.head_dim + (kIsInterleaved ? 2 * pair : pair);
+  if (args.overlaps && first_head < rotating_heads) {
+    // Where the angles lie most likely: positions may still be on their way.
+    int64_t const guess = angleOf(p, __ldcg(p.positions + token)) + pair;
+    prefetchLine(static_cast<Table const*>(p.cos) + guess);
+    prefetchLine(static_cast<Table const*>(p.sin) + guess);
+    if (p.bias != nullptr) {
+      prefetchLine(static_cast<T const*>(p.bias) + begin);
+      prefetchLine(static_cast<T const*>(p.bias) + begin + step);
+    }
+  }
   waitForInputs();
   if (first_head >= heads) return;
 
-  int const begin = first_head * p.head_dim + (kIsInterleaved ? 2 * pair : pair);
   int64_t const offset = token * heads * p.head_dim + begin;
   T const* from = static_cast<T const*>(p.qkv) + offset;
   T* to = static_cast<T*>(p.rotated) + offset;
@@ -109,8 +130,7 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
     }
   }
   int64_t const position = p.positions[token];
-  bool const is_known = position >= 0 && position < p.max_positions;
-  int64_t const angle = (is_known ? position : 0) * half + pair;
+  int64_t const angle = angleOf(p, position) + pair;
   auto const cos = loadVec<Table, kPairs>(static_cast<Table const*>(p.cos) + angle);
   auto const sin = loadVec<Table, kPairs>(static_cast<Table const*>(p.sin) + angle);
 #pragma unroll
@@ -124,7 +144,7 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
       if constexpr (kIsInterleaved && kPairs > 1) separate(low[h], high[h]);
       turn(low[h], high[h], cos, sin);
       if constexpr (kIsInterleaved && kPairs > 1) interleave(low[h], high[h]);
-      if (!is_known) low[h] = high[h] = notANumber<T, kPairs>();
+      if (!isKnown(p, position)) low[h] = high[h] = notANumber<T, kPairs>();
     }
     if (first_head + h < heads) {
       storeVec(to + h * p.head_dim, low[h]);
@@ -144,8 +164,9 @@ cudaError_t launchPairs(FencedRopeParams const& p, cudaStream_t stream) {
   dim3 const grid(p.num_tokens, ceilDiv(items, block));
   auto* kernel = p.is_interleaved ? fencedRopeKernel<T, Table, kPairs, true>
                                   : fencedRopeKernel<T, Table, kPairs, false>;
-  return launchKernel(kernel, grid, block, stream,
-                      RopeArgs{p, Divider(static_cast<uint32_t>(parts))});
+  Start const start = Start::kOverlappingIfAllowed;
+  RopeArgs const args{p, Divider(static_cast<uint32_t>(parts)), isOverlapping(start)};
+  return launchKernel(kernel, grid, block, stream, args, 0, start);
 }
 
 template <typename T, typename Table>

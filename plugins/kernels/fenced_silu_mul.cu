@@ -19,6 +19,7 @@ __device__ __forceinline__ float silu(float x) { return __fdiv_rn(x, addRn(1.0f,
 template <typename T, int kElements>
 __global__ void __launch_bounds__(kBlock) fencedSiluMulKernel(FencedSiluMulParams const p) {
   int const channel = (blockIdx.y * kBlock + threadIdx.x) * kElements;
+  letNextStart();
   waitForInputs();
   if (channel >= p.width) return;
   int64_t const token = blockIdx.x;
@@ -44,8 +45,8 @@ cudaError_t launchFencedSiluMul(FencedSiluMulParams const& p, cudaStream_t strea
   dim3 const grid(p.num_tokens, stretches);
   return dispatchDType(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
-    if (is_wide) return launchKernel(fencedSiluMulKernel<T, kWide>, grid, kBlock, stream, p);
-    return launchKernel(fencedSiluMulKernel<T, 1>, grid, kBlock, stream, p);
+    auto* kernel = is_wide ? fencedSiluMulKernel<T, kWide> : fencedSiluMulKernel<T, 1>;
+    return launchKernel(kernel, grid, kBlock, stream, p, 0, Start::kOverlappingIfAllowed);
   });
 }
 

@@ -75,7 +75,7 @@ def test_norms_have_the_eager_bits(rows: int, width: int, dtype: torch.dtype) ->
 def test_qk_norm_has_the_eager_bits(
     rows: int, sizes: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """Fails with norm.weight = p.q_weight left in place for k."""
+    """Fails with rows.weight left that of q in block 1."""
     heads = heads_of(*sizes)
     q, k = sizes[0] * sizes[2], sizes[1] * sizes[2]
     qkv = random(rows, q + 2 * k, dtype=dtype)
@@ -166,17 +166,28 @@ def test_silu_mul_has_the_eager_bits(rows: int, width: int, dtype: torch.dtype) 
 
 @by_dtype
 @pytest.mark.parametrize("width", [8, 33, 2048])
-def test_rows_are_gathered_and_scattered(width: int, dtype: torch.dtype) -> None:
-    """Fails with the rows of copyAllKernel left out: no `p.scattered != p.x` branch."""
-    x, rows = random(60, width, dtype=dtype), torch.randperm(60)[:41].int().cuda()
-    poisoned(41, width, dtype=dtype)
+@pytest.mark.parametrize("count", [1, 41, 512, 513])
+def test_rows_are_gathered_and_scattered(count: int, width: int, dtype: torch.dtype) -> None:
+    """Fails with the rows of copyAllKernel left out (many), or with found = rows[i] (few)."""
+    x, rows = random(600, width, dtype=dtype), torch.randperm(600)[:count].int().cuda()
+    poisoned(count, width, dtype=dtype)
     gathered = OPS.compact_gather(x, rows)
     assert_bitwise(gathered, x[rows.long()])
-    update = random(41, width, dtype=dtype, seed=1)
-    poisoned(60, width, dtype=dtype)
+    update = random(count, width, dtype=dtype, seed=1)
+    poisoned(600, width, dtype=dtype)
     got = OPS.compact_scatter(x, update, rows)
     assert_bitwise(got, x.index_copy(0, rows.long(), update))
     assert OPS.compact_gather(x, rows[:0]).shape == (0, width)
+    assert_bitwise(OPS.compact_scatter(x, update[:0], rows[:0]), x)
+
+
+def test_all_rows_in_their_own_place_and_all_but_two_are_scattered() -> None:
+    """Fails with `p.rows[token] == token` taken for the last row of the list alone."""
+    x, update = (random(7, 64, dtype=BF16, seed=i) for i in (0, 1))
+    own = torch.arange(7, dtype=torch.int32, device="cuda")
+    assert_bitwise(OPS.compact_scatter(x, update, own), update)
+    swapped = int32([0, 1, 5, 3, 4, 2, 6]).cuda()
+    assert_bitwise(OPS.compact_scatter(x, update, swapped), update[swapped.long()])
 
 
 @pytest.mark.parametrize("row", [-1, 6])

@@ -6,6 +6,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "looptrt/overlap.h"
+
 namespace looptrt {
 
 // When a kernel may start.
@@ -15,7 +17,24 @@ enum class Start {
   // later): hides launch latency behind a kernel of ours, costs some behind others (measured on an
   // H200: 0.2 us after a cuBLAS kernel). Changes no bits.
   kOverlapping,
+  // As kOverlapping where kernels_overlap says so, else as kAfterPrevious: for kernels whose
+  // neighbours may be cuBLAS's or ours.
+  kOverlappingIfAllowed,
 };
+
+inline bool isOverlapping(Start start) {
+  return start == Start::kOverlapping ||
+         (start == Start::kOverlappingIfAllowed && kernels_overlap.load(std::memory_order_relaxed));
+}
+
+// Lets an overlapping kernel start, once every block of this one has called it or ended: worth its
+// place before waitForInputs() where the next kernel has something to do meanwhile. The next one's
+// waitForInputs() still waits for the end of this kernel.
+__device__ __forceinline__ void letNextStart() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Blocks until all work before this kernel is done and visible; then lets an overlapping kernel
 // start. Every thread of every kernel calls it, before its first access to memory that the kernel
@@ -32,7 +51,7 @@ cudaError_t launchKernel(void (*kernel)(Params), dim3 grid, int block, cudaStrea
                          Params const& params, size_t shared_bytes = 0,
                          Start start = Start::kAfterPrevious) {
   int major = 0;
-  if (start == Start::kOverlapping) {
+  if (isOverlapping(start)) {
     int device = 0;
     if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     if (cudaError_t error =

@@ -15,10 +15,14 @@ extern "C" {
 #define LOOPTRT_API __attribute__((visibility("default")))
 
 // Raised with every change of a signature below.
-#define LOOPTRT_PLUGINS_ABI 2
+#define LOOPTRT_PLUGINS_ABI 3
 
 LOOPTRT_API int looptrt_abi_version(void);
 LOOPTRT_API char const* looptrt_last_error_text(void);
+
+// Whether norms, rope, silu-mul and compaction may start before their predecessors have ended, off
+// at first. Faster between kernels of this library, slower after cuBLAS's; changes no bits.
+LOOPTRT_API void looptrt_let_kernels_overlap(int32_t allowed);
 
 LOOPTRT_API int looptrt_fenced_rms_norm(void* y, void const* x, void const* weight,
                                         int64_t num_tokens, int32_t hidden, float eps,
@@ -71,6 +75,10 @@ LOOPTRT_API int looptrt_position_keyed_noise(void* noise, int32_t const* positio
                                              int64_t const* seeds, int64_t num_tokens,
                                              int32_t hidden, float std, float scale, int32_t dtype,
                                              void* stream);
+
+// weight must not be written by the kernel just before on the stream.
+LOOPTRT_API int looptrt_skinny_linear(void* y, void const* x, void const* weight, int64_t num_rows,
+                                      int32_t outputs, int32_t inputs, int32_t dtype, void* stream);
 
 LOOPTRT_API int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits,
                                double const* temperatures, int32_t const* top_ks,

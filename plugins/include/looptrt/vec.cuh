@@ -39,6 +39,12 @@ __device__ __forceinline__ void copyVecAsync(T* shared, T const* global) {
 
 __device__ __forceinline__ void waitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Asks for a line of memory in the L2 cache, ahead of everything that merely streams through. L2 is
+// where stores meet, so this may come before waitForInputs() whoever writes there.
+__device__ __forceinline__ void prefetchLine(void const* global) {
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(global) : "memory");
+}
+
 inline bool isAligned(void const* pointer, int64_t bytes) {
   return reinterpret_cast<uintptr_t>(pointer) % bytes == 0;
 }
