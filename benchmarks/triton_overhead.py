@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -51,67 +51,100 @@ CLOSED = {f"{load} streams": load for load in LOADS}
 FULL = f"{max(LOADS)} streams"
 OPEN = {f"{share:.0%} of the rate": share for share in SHARES}
 TIMEOUT_S = 120.0
+STAMPS = ("arrival_time_ns", "first_token_time_ns")
 INFER_RESPONSE = b"\x12"  # what a response that is no error begins with
 MAX_TTFT_MORE_S = 0.005
 MIN_THROUGHPUT_SHARE = 0.9
 
-# A request: yields when something of the answer has come; the answer is done at the end.
-Ask = Callable[[int], AsyncIterator[None]]
+
+@dataclass(frozen=True)
+class EngineTimes:
+    """Seconds of CLOCK_MONOTONIC at which a request came to the engine and got its first token."""
+
+    arrival_s: float
+    first_token_s: float
+
+
+# A request: yields when something of the answer has come, at its end the engine's times.
+Ask = Callable[[int], AsyncIterator[EngineTimes | None]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """One request: time to its first token, and how much of that was spent on the way.
+
+    Attributes:
+        in_s: from the caller to the engine's queue.
+        out_s: from the end of the engine's step with the first token to the caller.
+    """
+
+    ttft_s: float
+    in_s: float
+    out_s: float
 
 
 @dataclass(frozen=True)
 class Round:
-    """One way at one load.
+    """One way at one load: medians over the requests.
 
     Attributes:
-        ttft_s: median over the requests.
+        ttft_s, in_s, out_s: see `Answered`; the rest of the first is the engine's.
         tokens_per_s: of all streams together.
     """
 
     ttft_s: float
+    in_s: float
+    out_s: float
     tokens_per_s: float
 
 
 async def run_round(ask: Ask, num_streams: int, num_requests: int) -> Round:
     """Closed loop: each stream takes the next prompt until none is left."""
     numbers = iter(range(num_requests))
-    firsts_s: list[float] = []
+    answered: list[Answered] = []
 
     async def stream() -> None:
         for number in numbers:
-            firsts_s.append(await first_token_s(ask, number))
+            answered.append(await answer(ask, number))
 
-    return await timed([stream() for _ in range(num_streams)], firsts_s)
+    return await timed([stream() for _ in range(num_streams)], answered)
 
 
 async def run_open_round(ask: Ask, arrivals_s: Sequence[float]) -> Round:
     """Open loop: requests arrive at these times, whatever became of the ones before."""
-    firsts_s: list[float] = []
+    answered: list[Answered] = []
 
     async def arrive(number: int, at_s: float) -> None:
         await asyncio.sleep(at_s)
-        firsts_s.append(await first_token_s(ask, number))
+        answered.append(await answer(ask, number))
 
-    return await timed([arrive(*one) for one in enumerate(arrivals_s)], firsts_s)
+    return await timed([arrive(*one) for one in enumerate(arrivals_s)], answered)
 
 
-async def first_token_s(ask: Ask, number: int) -> float:
-    """Run one request; seconds to its first token."""
-    start_s = time.perf_counter()
-    first_s = None
-    async for _ in ask(number):
-        first_s = first_s or time.perf_counter()
+async def answer(ask: Ask, number: int) -> Answered:
+    """Run one request."""
+    start_s = time.monotonic()
+    first_s = times = None
+    async for of_engine in ask(number):
+        first_s = first_s or time.monotonic()
+        times = times or of_engine
     assert first_s is not None
-    return first_s - start_s
+    assert times is not None
+    return Answered(first_s - start_s, times.arrival_s - start_s, first_s - times.first_token_s)
 
 
-async def timed(work: Sequence[Coroutine[Any, Any, None]], firsts_s: list[float]) -> Round:
-    """Run streams side by side; `firsts_s` is what they fill."""
-    start_s = time.perf_counter()
+async def timed(work: Sequence[Coroutine[Any, Any, None]], answered: list[Answered]) -> Round:
+    """Run streams side by side; `answered` is what they fill."""
+    start_s = time.monotonic()
     async with asyncio.timeout(TIMEOUT_S):
         await asyncio.gather(*work)
-    wall_s = time.perf_counter() - start_s
-    return Round(statistics.median(firsts_s), len(firsts_s) * NEW_TOKENS / wall_s)
+    wall_s = time.monotonic() - start_s
+    return Round(
+        ttft_s=statistics.median(one.ttft_s for one in answered),
+        in_s=statistics.median(one.in_s for one in answered),
+        out_s=statistics.median(one.out_s for one in answered),
+        tokens_per_s=len(answered) * NEW_TOKENS / wall_s,
+    )
 
 
 def arrivals(num_requests: int, rate: float) -> list[float]:
@@ -126,12 +159,15 @@ def arrivals(num_requests: int, rate: float) -> list[float]:
 def of_python(llm: LLM, prompt_ids: Sequence[int]) -> Ask:
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
 
-    async def ask(_number: int) -> AsyncIterator[None]:
-        num_tokens = 0
+    async def ask(_number: int) -> AsyncIterator[EngineTimes | None]:
         async for output in llm.generate_async(list(prompt_ids), params):
-            num_tokens = output.outputs[0].num_tokens
-            yield
-        assert num_tokens == NEW_TOKENS
+            metrics = output.metrics
+            if metrics is None:
+                yield None
+                continue
+            assert output.outputs[0].num_tokens == NEW_TOKENS
+            assert metrics.first_token_s is not None
+            yield EngineTimes(metrics.arrival_s, metrics.first_token_s)
 
     return ask
 
@@ -143,16 +179,23 @@ def of_grpc(channel: grpc.aio.Channel, request: service_pb2.ModelInferRequest) -
         request_serializer=service_pb2.ModelInferRequest.SerializeToString,
     )
 
-    async def ask(_number: int) -> AsyncIterator[None]:
-        is_done = False
+    async def ask(_number: int) -> AsyncIterator[EngineTimes | None]:
         async for response in call(iter([request]), timeout=TIMEOUT_S):
             if not response.startswith(INFER_RESPONSE):
                 raise RuntimeError(service_pb2.ModelStreamInferResponse.FromString(response))
-            is_done = b"finish_reason" in response and b"length" in response
-            yield
-        assert is_done
+            yield times_of(response) if b"finish_reason" in response else None
 
     return ask
+
+
+def times_of(response: bytes) -> EngineTimes:
+    """The times in the last response of a gRPC stream."""
+    answer = service_pb2.ModelStreamInferResponse.FromString(response).infer_response
+    raw = zip(answer.outputs, answer.raw_output_contents, strict=True)
+    outputs = {tensor.name: content for tensor, content in raw}
+    assert outputs["finish_reason"].endswith(b"length")
+    stamps = (int.from_bytes(outputs[name], "little", signed=True) for name in STAMPS)
+    return EngineTimes(*(stamp / 1e9 for stamp in stamps))
 
 
 def of_http(address: str, body: Mapping[str, Any]) -> Ask:
@@ -161,15 +204,17 @@ def of_http(address: str, body: Mapping[str, Any]) -> Ask:
     head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: {address}\r\n"
     head += f"Content-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
 
-    async def ask(_number: int) -> AsyncIterator[None]:
+    async def ask(_number: int) -> AsyncIterator[EngineTimes | None]:
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(head.encode() + payload)
-        is_done = False
-        while not is_done and (line := await reader.readline()):
-            if line.startswith(b"data: "):
-                is_done = b'"finish_reason":"length"' in line
-                yield
-        assert is_done
+        times = None
+        while times is None and (line := await reader.readline()):
+            if not line.startswith(b"data: "):
+                continue
+            if b'"finish_reason":"length"' in line:
+                last = json.loads(line.removeprefix(b"data: "))
+                times = EngineTimes(*(last[name] / 1e9 for name in STAMPS))
+            yield times
         writer.close()
 
     return ask
@@ -199,15 +244,21 @@ def ways_of(
         "request_output_len": ("INT32", NEW_TOKENS),
         "end_id": ("INT32", -1),
         "streaming": ("BOOL", True),
+        "return_perf_metrics": ("BOOL", True),
     }
     text = {
         "text_input": ("BYTES", PROMPT.encode()),
         "max_tokens": ("INT32", NEW_TOKENS),
         "end_id": ("INT32", -1),
         "stream": ("BOOL", True),
+        "return_perf_metrics": ("BOOL", True),
     }
-    outputs = ("finish_reason", "output_ids"), ("finish_reason", "text_output")
-    body = {"text_input": PROMPT, "max_tokens": NEW_TOKENS, "end_id": -1, "stream": True}
+    ends = ("finish_reason", *STAMPS)
+    outputs = (*ends, "output_ids"), (*ends, "text_output")
+    body = {
+        **{"text_input": PROMPT, "max_tokens": NEW_TOKENS, "end_id": -1, "stream": True},
+        "return_perf_metrics": True,
+    }
     return {
         "python": of_python(llm, prompt_ids),
         "tensorrt_llm": of_grpc(channel, request_of("tensorrt_llm", ids, outputs[0])),
@@ -244,7 +295,9 @@ async def measure(llm: LLM, server: RunningServer, num_rounds: int) -> Rounds:
 
 
 def shown(result: Round) -> str:
-    return f"TTFT {result.ttft_s * 1e3:6.2f} ms, {result.tokens_per_s:7.1f} tokens/s"
+    ttft_ms, in_ms, out_ms = (s * 1e3 for s in (result.ttft_s, result.in_s, result.out_s))
+    ttft = f"TTFT {ttft_ms:6.2f} ms (in {in_ms:5.2f}, out {out_ms:5.2f})"
+    return f"{ttft}, {result.tokens_per_s:7.1f} tokens/s"
 
 
 def summary(rounds: Rounds) -> dict[str, Any]:
@@ -252,8 +305,10 @@ def summary(rounds: Rounds) -> dict[str, Any]:
     medians = {
         way: {
             load: Round(
-                statistics.median(one.ttft_s for one in results[1:]),
-                statistics.median(one.tokens_per_s for one in results[1:]),
+                *(
+                    statistics.median(getattr(one, field.name) for one in results[1:])
+                    for field in fields(Round)
+                )
             )
             for load, results in loads.items()
         }
@@ -263,6 +318,8 @@ def summary(rounds: Rounds) -> dict[str, Any]:
         way: {
             load: {
                 "ttft_ms": round(one.ttft_s * 1e3, 2),
+                "in_ms": round(one.in_s * 1e3, 2),
+                "out_ms": round(one.out_s * 1e3, 2),
                 "tokens_per_s": round(one.tokens_per_s, 1),
                 "ttft_more_ms": round((one.ttft_s - medians["python"][load].ttft_s) * 1e3, 2),
                 "throughput_share": round(
@@ -307,6 +364,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--engine_dir", type=Path, default=ROOT / "out" / "tiny-ouro")
     parser.add_argument("--rounds", type=int, default=4, help="the first is left out")
+    parser.add_argument("--commit", help="of the tree; default: git says")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "triton.json")
     args = parser.parse_args()
     load_before = os.getloadavg()
@@ -321,7 +379,7 @@ def main() -> int:
     figures = summary(rounds)
     result = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
+        "commit": args.commit or commit(),
         "machine": f"{cpu_model()}, {os.cpu_count()} CPUs, shared by client, server and engine",
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),

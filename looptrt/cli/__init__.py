@@ -12,13 +12,13 @@ try:  # an interrupt before `guard` is up ends without a traceback, too
     from collections.abc import Callable
 
     from looptrt import __version__
-    from looptrt.cli import build, convert, doctor, generate, inspect, serve, triton, verify
+    from looptrt.cli import bench, build, convert, doctor, generate, inspect, serve, triton, verify
     from looptrt.cli.guard import guard
     from looptrt.cli.terminal import Parser
 except KeyboardInterrupt:
     raise SystemExit(130) from None
 
-_COMMANDS = (convert, verify, generate, serve, triton, inspect, doctor)  # in the order of --help
+_COMMANDS = (convert, verify, generate, serve, triton, bench, inspect, doctor)  # as in --help
 
 
 def main(argv: list[str] | None = None) -> int:

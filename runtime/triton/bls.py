@@ -60,6 +60,7 @@ class _Carried:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
     is_over: bool = False
+    is_unseen: bool = False  # looking for its caller has failed, and the log says so
 
 
 class Models:
@@ -247,8 +248,10 @@ class BlsService:
             for one in carried:
                 try:
                     self._look(one)
-                except Exception:  # the next look tries again
-                    _logger.exception("a request's caller could not be looked for")
+                except Exception:  # the next look tries again, many times a second
+                    if not one.is_unseen:
+                        _logger.exception("a request's caller could not be looked for")
+                    one.is_unseen = True
 
     def _look(self, one: _Carried) -> None:
         with one.lock:  # the server frees what is looked at with the final message

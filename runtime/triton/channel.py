@@ -48,7 +48,7 @@ class Channel(Protocol):
         """Send a response; nothing may follow a final one."""
 
     def fail(self, code: Code, message: str) -> None:
-        """Send an error, which is final."""
+        """Send an error, which is final; where that raises, it may be tried again."""
 
     def is_cancelled(self) -> bool:
         """Whether the caller has gone."""
@@ -136,6 +136,7 @@ class ServerChannel:
         self.outputs = outputs
         self._final: int = server.module.TRITONSERVER_RESPONSE_COMPLETE_FINAL
         self._has_sent = False
+        self._has_failed = False
 
     def send(self, tensors: Tensors, *, is_final: bool) -> None:
         """See `Channel`.
@@ -152,9 +153,13 @@ class ServerChannel:
 
         Server 2.51 loses an error that follows a response on its way to another model, and its
         final flag with it: that model would wait for ever. So there the flag comes after it.
+        That server also closes a sender before it looks for room for a final message, so one
+        that found none is lost; its ensembles hang if every answer's flag came on its own.
         """
-        error = self._server.error(code, message)
-        self._sender.send(error, flags=0 if self._has_sent else self._final)
+        if not self._has_failed:
+            error = self._server.error(code, message)
+            self._sender.send(error, flags=0 if self._has_sent else self._final)
+            self._has_failed = True
         if self._has_sent:
             self._sender.send(flags=self._final)
 

@@ -8,6 +8,7 @@ the answer is honoured or refused by its name.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,18 @@ from looptrt.runtime.triton.tensors import TENSORRT_LLM, ModelTensors
 
 Inputs = Mapping[str, np.ndarray]
 
+# Tensors whose values are checked under another name.
+_TENSORS = {
+    "prompt": "input_ids",
+    "max_tokens": "request_output_len",
+    "n": "num_return_sequences",
+    "top_k": "runtime_top_k",
+    "top_p": "runtime_top_p",
+    "stop": "stop_words_list",
+    "bad_words": "bad_words_list",
+    "stop_token_ids": "end_id",
+    "logprobs": "return_log_probs",
+}
 _NO_END = -1  # TensorRT-LLM's end_id of answers that no token ends
 
 
@@ -79,19 +92,43 @@ def check_inputs(inputs: Inputs, tensors: ModelTensors) -> None:
 
 
 def is_stop(inputs: Inputs) -> bool:
-    """Whether the request only ends others."""
-    return _flag(inputs, "stop", 0)
+    """Whether the request only ends others.
+
+    Raises:
+        RequestError: its rows differ.
+    """
+    return _shared_flag(inputs, "stop")
 
 
 def wishes_of(inputs: Inputs) -> Wishes:
-    """What the responses are to hold; rows of a batch share it."""
+    """What the responses are to hold; rows of a batch share it.
+
+    Raises:
+        RequestError: rows differ.
+    """
     return Wishes(
-        is_streaming=_flag(inputs, "streaming", 0),
-        log_probs=_flag(inputs, "return_log_probs", 0),
-        perf_metrics=_flag(inputs, "return_perf_metrics", 0),
-        num_input_tokens=_flag(inputs, "return_num_input_tokens", 0),
-        num_output_tokens=_flag(inputs, "return_num_output_tokens", 0),
+        is_streaming=_shared_flag(inputs, "streaming"),
+        log_probs=_shared_flag(inputs, "return_log_probs"),
+        perf_metrics=_shared_flag(inputs, "return_perf_metrics"),
+        num_input_tokens=_shared_flag(inputs, "return_num_input_tokens"),
+        num_output_tokens=_shared_flag(inputs, "return_num_output_tokens"),
     )
+
+
+@contextmanager
+def named_tensors() -> Iterator[None]:
+    """Puts the names of tensors beside those of `SamplingParams`' fields in errors of the block.
+
+    Both, because text models have tensors with the names of some fields, as `max_tokens`.
+    """
+    try:
+        yield
+    except RequestError as error:
+        subject, colon, rest = str(error).partition(":")
+        words = (
+            f"{_TENSORS[word]} ({word})" if word in _TENSORS else word for word in subject.split()
+        )
+        raise type(error)(" ".join(words) + colon + rest) from error
 
 
 def prompts_of(inputs: Inputs, *, excludes_input: bool) -> Iterator[Prompt]:
@@ -153,7 +190,8 @@ def _params(inputs: Inputs, row: int, excludes_input: bool) -> SamplingParams:
     given = "exclude_input_in_output" in inputs
     excludes = _flag(inputs, "exclude_input_in_output", row) if given else excludes_input
     fields["exclude_input"] = excludes or _flag(inputs, "streaming", row)
-    return SamplingParams(**fields)
+    with named_tensors():
+        return SamplingParams(**fields)
 
 
 def _sampling(inputs: Inputs, row: int) -> dict[str, Any]:
@@ -228,6 +266,13 @@ def text_of(value: bytes | str, name: str) -> str:
 
 def _flag(inputs: Inputs, name: str, row: int) -> bool:
     return name in inputs and bool(_value(inputs, name, row))
+
+
+def _shared_flag(inputs: Inputs, name: str) -> bool:
+    values = {_flag(inputs, name, row) for row in range(len(inputs.get(name, ())))}
+    if len(values) > 1:
+        raise RequestError(f"{name}: expected the same value in all rows of a request, got both")
+    return True in values
 
 
 def _value(inputs: Inputs, name: str, row: int) -> Any:  # noqa: ANN401 - as the tensor's type

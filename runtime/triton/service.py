@@ -13,22 +13,23 @@ import queue
 import secrets
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from looptrt.errors import LooptrtError, RequestError
+from looptrt.errors import EngineError, LooptrtError, RequestError
 from looptrt.runtime.llm import LLM, AnswerStream
 from looptrt.runtime.outputs import StepOutput
 from looptrt.runtime.request import FinishReason
 from looptrt.runtime.triton.channel import Channel, Code, code_of
-from looptrt.runtime.triton.requests import Wishes, is_stop, prompts_of, wishes_of
+from looptrt.runtime.triton.requests import Wishes, is_stop, named_tensors, prompts_of, wishes_of
 from looptrt.runtime.triton.responses import AnswerResponses, Outputs
 
 # A send waits for the server's threads and back; so a few wait at a time.
-_NUM_SENDERS = 3
+_NUM_SENDERS = 4
 _IDLE_LOOK_S = 0.1  # how often callers are looked for while no step ends
+_RETRY_S = 10.0  # for how long an error is sent again that finds no shared memory
 _STOP_TIMEOUT_S = 10.0
 _ERROR = FinishReason.ERROR
 
@@ -49,6 +50,17 @@ class _Live:
     is_queued: bool = False
     has_sent: bool = False
     is_over: bool = False
+
+
+@dataclass(frozen=True)
+class _Unsaid:
+    """The final message of a request that is over, which could not be sent yet."""
+
+    channel: Channel
+    lock: threading.Lock  # of the channel
+    code: Code
+    message: str
+    give_up_s: float
 
 
 class Service:
@@ -75,18 +87,19 @@ class Service:
         self._is_decoupled = is_decoupled
         self._lock = threading.Lock()
         self._live: set[_Live] = set()
+        self._unsaid: list[_Unsaid] = []
         self._by_key: defaultdict[str, set[_Live]] = defaultdict(set)
-        # Requests with news. Those whose caller has nothing yet go to a sender of their own: a
-        # first token does not wait behind the others of its step. None: stop.
-        self._first: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
-        self._ready: queue.SimpleQueue[_Live | None] = queue.SimpleQueue()
+        # Requests with news; those whose caller has nothing yet go first: a first token does not
+        # wait behind the others of its step. For each there is a ticket; a false one is the end.
+        self._first: deque[_Live] = deque()
+        self._ready: deque[_Live] = deque()
+        self._tickets: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._is_closed = False
         self._has_stepped = False
         self._look = threading.Event()
-        queues = (self._first, *[self._ready] * _NUM_SENDERS)
         self._senders = [
-            threading.Thread(target=self._send_all, args=(one,), name="looptrt-send", daemon=True)
-            for one in queues
+            threading.Thread(target=self._send_all, name="looptrt-send", daemon=True)
+            for _ in range(_NUM_SENDERS)
         ]
         self._watcher = threading.Thread(target=self._watch, name="looptrt-watch", daemon=True)
         for thread in (*self._senders, self._watcher):
@@ -110,11 +123,10 @@ class Service:
                 channel.send({}, is_final=True)
                 return
             if self._drain_file is not None and self._drain_file.exists():
-                channel.fail(Code.UNAVAILABLE, "the server is being shut down")
-                return
+                raise EngineError("the server is being shut down")
             self._admit(inputs, channel, request_id, timeout_s)
         except LooptrtError as error:
-            channel.fail(code_of(error), str(error))
+            self._say(channel, threading.Lock(), code_of(error), str(error))
 
     @property
     def is_alive(self) -> bool:
@@ -129,8 +141,8 @@ class Service:
             with live.lock:
                 if not live.is_over:
                     self._fail(live, Code.UNAVAILABLE, "the model is being unloaded")
-        for one in (self._first, *[self._ready] * _NUM_SENDERS):
-            one.put(None)
+        for _ in self._senders:
+            self._tickets.put(False)
         for thread in (self._watcher, *self._senders):
             thread.join(_STOP_TIMEOUT_S)
         self._llm.shutdown()
@@ -151,9 +163,10 @@ class Service:
                 for row, prompt in enumerate(prompts):
                     batch_index = row if len(prompts) > 1 else None
                     responses = AnswerResponses(wishes, batch_index, stop_key, channel.outputs)
-                    stream = self._llm.stream(
-                        prompt.token_ids, prompt.params, on_news=lambda: self._wake(live)
-                    )
+                    with named_tensors():
+                        stream = self._llm.stream(
+                            prompt.token_ids, prompt.params, on_news=lambda: self._wake(live)
+                        )
                     live.answers.append((stream, responses))
             except BaseException:
                 _close(live)
@@ -191,13 +204,16 @@ class Service:
         """Have a sender look at a request, once however much there is."""
         if not live.is_queued:
             live.is_queued = True
-            (self._ready if live.has_sent else self._first).put(live)
+            (self._ready if live.has_sent else self._first).append(live)
+            self._tickets.put(True)
 
-    def _send_all(self, news: queue.SimpleQueue[_Live | None]) -> None:
-        while (live := news.get()) is not None:
+    def _send_all(self) -> None:
+        while self._tickets.get():
+            live = _popped(self._first) or _popped(self._ready)
+            assert live is not None  # as many requests are queued as there are tickets
             live.is_queued = False  # before the poll: what comes from here on wakes again
             self._supervised(self._advance, live)
-            if self._has_stepped and self._ready.empty() and self._first.empty():
+            if self._has_stepped and not self._first and not self._ready:
                 self._has_stepped = False  # answers go before looks
                 self._look.set()
 
@@ -206,7 +222,8 @@ class Service:
             if live.is_over:
                 return
             try:
-                new = [response for answer in live.answers for response in _poll(live, *answer)]
+                with named_tensors():
+                    new = [response for answer in live.answers for response in _poll(live, *answer)]
             except LooptrtError as error:
                 self._fail(live, code_of(error), str(error))
                 return
@@ -221,11 +238,12 @@ class Service:
         Not more often: a look is a message to the server and back, as dear as a response.
         """
         while not self._is_closed:
-            self._look.wait(_IDLE_LOOK_S if self._live else None)
+            self._look.wait(_IDLE_LOOK_S if self._live or self._unsaid else None)
             self._look.clear()
             now_s = time.monotonic()
             for live in self._snapshot():
                 self._supervised(self._check, live, now_s)
+            self._say_again(now_s)
 
     def _check(self, live: _Live, now_s: float) -> None:
         with live.lock:  # the server frees what it would look at with the final message
@@ -262,10 +280,32 @@ class Service:
 
     def _fail(self, live: _Live, code: Code, message: str) -> None:
         self._leave(live)
+        self._say(live.channel, live.lock, code, message)
+
+    def _say(self, channel: Channel, lock: threading.Lock, code: Code, message: str) -> None:
+        """Send a final message, later if it finds no room; `lock` is held or the caller's own."""
         try:
-            live.channel.fail(code, message)
-        except Exception:  # the caller has gone
+            channel.fail(code, message)
+        except Exception:  # no shared memory is left, or the caller has gone
             _logger.exception("an error could not be sent: %s", message)
+            unsaid = _Unsaid(channel, lock, code, message, time.monotonic() + _RETRY_S)
+            with self._lock:
+                self._unsaid.append(unsaid)
+            self._look.set()
+
+    def _say_again(self, now_s: float) -> None:
+        with self._lock:
+            unsaid, self._unsaid = self._unsaid, []
+        for one in unsaid:
+            try:
+                with one.lock:
+                    one.channel.fail(one.code, one.message)
+            except Exception:  # as before, which is in the log
+                if now_s > one.give_up_s:
+                    _logger.exception("an error could not be sent for %g s", _RETRY_S)
+                    continue
+                with self._lock:
+                    self._unsaid.append(one)
 
     def _leave(self, live: _Live) -> None:
         """Make a request over: nothing of it stays, in the engine or here."""
@@ -277,6 +317,13 @@ class Service:
                 self._by_key[key].discard(live)
                 if not self._by_key[key]:
                     del self._by_key[key]
+
+
+def _popped(queued: deque[_Live]) -> _Live | None:
+    try:
+        return queued.popleft()
+    except IndexError:
+        return None
 
 
 def _poll(live: _Live, stream: AnswerStream, responses: AnswerResponses) -> list[Outputs]:

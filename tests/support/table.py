@@ -20,7 +20,10 @@ from tests.support.tiny import IDENTITY
 
 
 class TableCore:
-    """An engine over `table`, [vocab, vocab] logits of the next token by the last one."""
+    """An engine over `table`, [vocab, vocab] logits of the next token by the last one.
+
+    Guesses, made if there is such a table, are drawn from `shallow`.
+    """
 
     def __init__(
         self,
@@ -30,18 +33,20 @@ class TableCore:
         max_batch_size: int = 8,
         max_num_tokens: int = 64,
         eos: tuple[int, ...] = (),
+        shallow: torch.Tensor | None = None,
     ) -> None:
         base = manifest(eos=eos)
         spec = dataclasses.replace(base.spec, vocab_size=len(table))
         limits = dataclasses.replace(base.limits, max_batch_size=max_batch_size)
         self.manifest = dataclasses.replace(base, spec=spec, limits=limits)
-        self.table = table
+        self.table, self.shallow = table, shallow
         self.sampler = Sampler(max_batch_size)
         config = SchedulerConfig(
             max_batch_size=max_batch_size,
             max_num_tokens=max_num_tokens,
             max_seq_len=limits.max_seq_len,
             num_units=num_units,
+            draft_loops=None if shallow is None else 1,
         )
         self.scheduler = Scheduler(config, self.manifest.layout, IDENTITY)
         self.seen: list[Request] = []
@@ -49,7 +54,11 @@ class TableCore:
     def execute(self, plan: StepPlan) -> StepResult:
         self.sampler.start(plan.slot_starts)
         rows = [*plan.logit_rows.tolist(), *plan.prompt_rows.tolist()]
-        return self.sampler.sample(self.table[plan.input_ids[rows]], plan)
+        table = self.table
+        if plan.is_draft:
+            assert self.shallow is not None
+            table = self.shallow
+        return self.sampler.sample(table[plan.input_ids[rows]], plan)
 
     def add_request(self, request: Request) -> None:
         self.scheduler.add(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from looptrt.runtime.triton import bls
 from looptrt.runtime.triton.bls import BlsService, Models
 from looptrt.runtime.triton.channel import Code, Tensors
 from looptrt.runtime.triton.text_models import Preprocessing
-from tests.support.scripted import wait_until
+from tests.support.scripted import DEADLINE_S, wait_until
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TEXT = {"text_input": np.array([[b"x"]], object), "max_tokens": np.array([[4]], np.int32)}
@@ -68,6 +69,8 @@ def module_of(answers: list[dict[str, np.ndarray]], made: list[weakref.ref[Respo
 class Caller:
     """A channel that keeps what it is told."""
 
+    outputs: frozenset[str] = frozenset()
+
     def __init__(self) -> None:
         self.errors: list[tuple[Code, str]] = []
         self.sent: list[Tensors] = []
@@ -114,6 +117,33 @@ def test_an_answer_without_an_end_is_an_error_and_no_silence() -> None:
     finally:
         service.close()
     assert caller.errors == [(Code.INTERNAL, "the engine's answer has no end")]
+
+
+def test_a_caller_that_cannot_be_looked_for_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    looks, goes_on = threading.Semaphore(0), threading.Event()
+
+    class Lost(Caller):
+        def is_cancelled(self) -> bool:
+            looks.release()
+            raise RuntimeError("no such request")
+
+    models = Models(module_of([], []), "tensorrt_llm", is_decoupled=True)
+    models.call = lambda *_: goes_on.wait(DEADLINE_S) and PROMPT  # type: ignore[method-assign]
+    service = BlsService(models, max_requests=2, accumulates=False)
+    caller = Lost()
+    try:
+        service.take(TEXT, caller)
+        for _ in range(3):
+            assert looks.acquire(timeout=DEADLINE_S)
+        goes_on.set()
+        wait_until(lambda: bool(caller.errors), "an error")
+    finally:
+        goes_on.set()
+        service.close()
+    texts = [record.message for record in caplog.records]
+    assert texts.count("a request's caller could not be looked for") == 1
 
 
 def test_a_prompt_beyond_the_engines_limit_goes_no_further_than_preprocessing(

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 
 from looptrt.errors import EngineError, QueueFullError, RequestError
 from looptrt.runtime.request import Request
-from looptrt.runtime.triton.channel import Code, Tensors, code_of
+from looptrt.runtime.triton import responses
+from looptrt.runtime.triton.channel import Code, Server, ServerChannel, Tensors, code_of
 from looptrt.runtime.triton.service import Service
+from looptrt.runtime.triton.tensors import TENSORRT_LLM
 from tests.support.scripted import (
     DEADLINE_S,
     ScriptedCore,
@@ -27,11 +30,14 @@ from tests.support.scripted import (
 )
 from tests.triton.test_requests import inputs_of
 
+ALL_OUTPUTS = frozenset(tensor.name for tensor in TENSORRT_LLM.outputs)
+
 
 @dataclass
 class Recorder:
     """A channel that keeps what it is told and fails on anything after the end."""
 
+    outputs: frozenset[str] = ALL_OUTPUTS
     is_gone: bool = False
     breaks_at: int | None = None
     breaks_for_good: bool = False
@@ -196,8 +202,10 @@ def test_rows_of_a_batch_come_each_on_their_own_and_end_once(serve: Callable[...
     ("values", "name"),
     [
         ({"beam_width": 2}, "beam_width"),
-        ({"request_output_len": 0}, "max_tokens"),
-        ({"input_lengths": 0}, "prompt"),
+        ({"request_output_len": 0}, "request_output_len (max_tokens): "),
+        ({"num_return_sequences": 0}, "num_return_sequences (n): "),
+        ({"runtime_top_k": -1}, "runtime_top_k (top_k): "),
+        ({"input_lengths": 0}, "input_ids (prompt): "),
         ({"loops": 9}, "loops"),
         ({"input_ids": [5, 6, 10**6]}, "prompt"),
     ],
@@ -218,7 +226,7 @@ def test_error_before_the_first_token_is_the_one_final_message(
 def test_what_the_engine_refuses_is_an_error_of_the_caller(serve: Callable[..., Served]) -> None:
     one = serve().ask(cache_salt=b"never fits")
     one.wait()
-    assert one.error == (Code.INVALID_ARG, "prompt: more pages than the pool")
+    assert one.error == (Code.INVALID_ARG, "input_ids (prompt): more pages than the pool")
 
 
 def test_full_queue_is_unavailable_and_the_others_go_on(serve: Callable[..., Served]) -> None:
@@ -293,6 +301,67 @@ def test_response_that_cannot_be_sent_ends_its_request_alone(
     assert other.ids() == [5] * 8
 
 
+class Sender:
+    """A response sender as server 2.51 has it: a final message closes it before it needs room."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room  # messages that there is shared memory for
+        self.sent: list[Any] = []
+        self.is_closed = False
+
+    def send(self, response: Any = None, flags: int = 0) -> None:
+        if self.is_closed:
+            raise RuntimeError("the response sender has been closed")
+        self.is_closed = flags == FINAL
+        if self.room == 0:
+            raise RuntimeError("no shared memory")
+        self.room -= 1
+        self.sent.append((response, flags))
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+class Refusal(tuple):
+    """The module's error: made of a message and one of its codes."""
+
+    INVALID_ARG, UNAVAILABLE, CANCELLED, INTERNAL = Code
+
+    def __new__(cls, message: str, code: Code) -> tuple[Code, str]:  # type: ignore[misc]
+        return (code, message)
+
+
+FINAL = 1
+
+
+def channel_of(sender: Sender) -> ServerChannel:
+    module = SimpleNamespace(
+        TRITONSERVER_RESPONSE_COMPLETE_FINAL=FINAL,
+        Tensor=lambda name, array: (name, array),
+        InferenceResponse=lambda output_tensors, error=None: error or dict(output_tensors),
+        TritonError=Refusal,
+    )
+    return ServerChannel(Server(module), sender, ALL_OUTPUTS)
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_where_no_piece_of_a_stream_finds_room_the_caller_hears_of_it_once_there_is_some(
+    serve: Callable[..., Served], room: int
+) -> None:
+    served = serve(turns=threading.Semaphore(0))
+    sender = Sender(room)
+    inputs = inputs_of(streaming=True, request_output_len=50)
+    served.service.take(inputs, channel_of(sender))
+    step_until(served.core, lambda: bool(served.service._unsaid))
+    sender.room = 100
+    wait_until(lambda: FINAL in [flag for _, flag in sender.sent], "the final message")
+    wait_until(lambda: not served.service._unsaid, "the end of trying")
+    error = (Code.UNAVAILABLE, "a response could not be sent: no shared memory")
+    assert sender.sent[-2:] == [(error, 0), (None, FINAL)]
+    assert len(sender.sent) == room + 2
+    step_until(served.core, served.is_idle)
+
+
 def test_caller_that_cannot_be_looked_for_ends_alone(serve: Callable[..., Served]) -> None:
     served = serve(turns=threading.Semaphore(0))
     one = Recorder()
@@ -357,6 +426,31 @@ def test_stop_by_the_key_of_a_response_ends_its_request(serve: Callable[..., Ser
     assert one.responses[-1]["finish_reason"].item() == b"abort"
 
 
+@pytest.mark.parametrize(("look_s", "num_keys"), [(1e6, 1), (0.0, 8)])
+def test_stop_key_is_in_the_first_response_and_then_now_and_then(
+    serve: Callable[..., Served], monkeypatch: pytest.MonkeyPatch, look_s: float, num_keys: int
+) -> None:
+    monkeypatch.setattr(responses, "_LOOK_S", look_s)
+    served = serve(turns=threading.Semaphore(0))
+    one = served.ask(streaming=True)
+    for num_sent in range(8):  # a response for each step
+        served.core.turns.release()
+        wait_until(lambda count=num_sent: len(one.responses) > count, "a response")
+    keys = [response["stop_key"].item() for response in one.responses]
+    assert [key == keys[0] for key in keys] == [number < num_keys for number in range(8)]
+    assert keys[0]
+
+
+def test_what_the_caller_does_not_read_is_not_made(serve: Callable[..., Served]) -> None:
+    served = serve(lambda _: [3, 4, 2])
+    one = Recorder(outputs=frozenset({"text"}))
+    served.service.take(inputs_of(), one)
+    one.wait()
+    (response,) = one.responses
+    assert one.text() == b"de"
+    assert not {"output_ids", "sequence_length", "stop_key", "loops_used"} & set(response)
+
+
 def test_stop_of_nobody_is_harmless_and_one_without_an_id_is_refused(
     serve: Callable[..., Served],
 ) -> None:
@@ -392,6 +486,21 @@ def test_answer_that_is_not_finite_is_an_error(serve: Callable[..., Served]) -> 
     assert one.error == (
         Code.INTERNAL,
         "the answer ended in an error: the model's logits are not finite",
+    )
+
+
+@pytest.mark.parametrize("name", ["streaming", "return_log_probs", "stop"])
+def test_rows_that_want_different_responses_are_refused(
+    serve: Callable[..., Served], name: str
+) -> None:
+    rows = [inputs_of(**{name: value}) for value in (False, True)]
+    batch = {one: np.concatenate([row[one] for row in rows]) for one in rows[0]}
+    asked = Recorder()
+    serve().service.take(batch, asked, "an id")
+    asked.wait()
+    assert asked.error == (
+        Code.INVALID_ARG,
+        f"{name}: expected the same value in all rows of a request, got both",
     )
 
 

@@ -130,7 +130,7 @@ def test_one_response_is_final_with_and_without_the_empty_final_opt_in(
     [
         ({"beam_width": 2}, "beam_width: not supported"),
         ({"loops": 9}, "loops: expected from 1 to 4, got 9"),
-        ({"max_tokens": 0}, "max_tokens: expected"),
+        ({"max_tokens": 0}, "request_output_len (max_tokens): expected"),
         ({"text_input": "x" * 200}, "max_input_len"),
         ({"guided_decoding_guide_type": "json"}, "guided_decoding_guide_type: not supported"),
         ({"decoder_text_input": "x"}, "not supported; looped models are decoders"),

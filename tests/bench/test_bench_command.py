@@ -1,0 +1,315 @@
+"""`looptrt bench` end to end on a trained tiny engine: flags in, results out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lookup_task import held_out
+from looptrt.builder.build import BuildConfig, build
+from looptrt.cli import main
+from tests.support.checkpoints import tiny_huginn
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+MACHINE = {"gpu", "driver", "cuda", "torch", "looptrt", "commit", "python", "processor", "cores"}
+
+Bench = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("bench") / "engine"
+    build(
+        BuildConfig(
+            EXAMPLES / "tiny-ouro",
+            directory,
+            tokens_per_block=8,
+            max_batch_size=4,
+            max_num_tokens=64,
+            max_seq_len=128,
+        )
+    )
+    return directory
+
+
+@pytest.fixture
+def bench(engine_dir: Path, tmp_path: Path) -> Bench:
+    def run(
+        kind: str, *arguments: str, code: int = 0, engine_dir: Path = engine_dir
+    ) -> dict[str, Any]:
+        """Run a kind with one repeat in this process; returns the result."""
+        out = tmp_path / "out.json"
+        fixed = ("--device", "cpu", "--in-process", "--repeats", "1", "--out", str(out))
+        assert main(["bench", kind, str(engine_dir), *fixed, *arguments]) == code
+        return json.loads(out.read_text()) if code < 2 else {}
+
+    return run
+
+
+def check_frame(result: dict[str, Any], kind: str) -> None:
+    """What every result says of itself."""
+    assert (result["format"], result["kind"]) == (1, kind)
+    assert result["machine"].keys() == MACHINE
+    assert result["engine"]["architecture"] == "OuroForCausalLM"
+    assert len(result["engine"]["fingerprint"]) == 64
+    assert result["config"]["device"] == "cpu"
+    assert result["workload"]["repeats"] == 1
+
+
+def test_burst_measures_every_cell_in_every_arm(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lengths = ("--concurrency", "1,3", "--prompt-tokens", "20", "--output-tokens", "6")
+    arms = ("--arm", "same=enable_prefix_cache:false", "--arm", "half=loops:2")
+    result = bench("burst", *lengths, *arms)
+    check_frame(result, "burst")
+    assert [*result["arms"]] == ["default", "same", "half"]
+    assert result["arms"]["same"]["engine_config"]["enable_prefix_cache"] is False
+    assert result["arms"]["default"]["engine_config"]["enable_prefix_cache"] is True
+    for arm in result["arms"].values():
+        assert [cell["concurrency"] for cell in arm["cells"]] == [1, 3]
+        for cell in arm["cells"]:
+            count = cell["concurrency"]
+            median = cell["median"]
+            assert (len(cell["dropped"]), len(cell["repeats"])) == (1, 1)
+            assert (median["requests"], median["answered"]) == (count, count)
+            assert (median["prompt_tokens"], median["output_tokens"]) == (20 * count, 6 * count)
+            assert median["cached_prompt_tokens"] == 0, "a repeat found another's pages"
+            assert median["ttft_ms"]["p50"] > 0
+            assert median["tpot_ms"]["p99"] >= median["tpot_ms"]["p50"] > 0
+            assert median["counters"]["num_prompt_tokens"] == 20 * count
+            assert cell["repeats"][0]["failed"] == []
+    same, half = (result["arms"][name]["cells"][1]["against_default"] for name in ("same", "half"))
+    assert (same["identical"], same["total"]) == (6, 6)
+    assert half["identical"] < half["total"] == 6, "the arm's loops did not reach its requests"
+    shown = capsys.readouterr().out
+    assert [line.split()[0] for line in shown.splitlines() if " %" in line] == [
+        *("default",) * 2,
+        *("same",) * 2,
+        *("half",) * 2,
+    ]
+
+
+def test_an_arm_of_all_layers_in_each_plane_holds_fewer_tokens_in_the_same_bytes(
+    bench: Bench, tmp_path: Path
+) -> None:
+    checkpoint = tiny_huginn(tmp_path / "checkpoint")  # (2, 4, 2) layers, 4 loops
+    build(BuildConfig(checkpoint, tmp_path / "engine", tokens_per_block=8, max_batch_size=4))
+    lengths = ("--concurrency", "2", "--prompt-tokens", "8", "--output-tokens", "2")
+    arms = ("--arm", "all=kv_layout:all_layers", "--kv-cache-bytes", "4MiB")
+    result = bench("burst", *lengths, *arms, engine_dir=tmp_path / "engine")
+    default, other = (
+        result["arms"][name]["cells"][0]["median"]["kv"]["units"] for name in ("default", "all")
+    )
+    assert other == int(default * 5 / 8)  # 5 units a page, or 4 planes of 8 layers
+
+
+def test_requests_that_fail_are_counted_shown_and_the_exit_code(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("a=1;?a>\n" + "a=1;" * 60 + "?a>\n")
+    arguments = ("--concurrency", "2", "--output-tokens", "4", "--prompts-file", str(prompts))
+    result = bench("burst", *arguments, code=1)
+    (cell,) = result["arms"]["default"]["cells"]
+    assert (cell["median"]["requests"], cell["median"]["answered"]) == (2, 1)
+    for repeat in (*cell["dropped"], *cell["repeats"]):
+        (failure,) = repeat["failed"]
+        assert failure["index"] == 1
+        assert "max_input_len" in failure["error"]
+    assert capsys.readouterr().out.count("FAILED: ") == 2
+
+
+def test_latency_times_whole_batches_and_records_the_steps_of_a_full_engine(bench: Bench) -> None:
+    lengths = ("--batches", "1,3", "--prompt-tokens", "10", "--output-tokens", "12")
+    result = bench("latency", *lengths, "--arm", "half=loops:2")
+    check_frame(result, "latency")
+    for arm in result["arms"].values():
+        for cell in arm["cells"]:
+            # 12 tokens make 11 intervals; those that settle are left out.
+            assert 4 <= cell["median"]["step_ms"]["n"] <= 7
+            assert cell["median"]["ms_per_token"] == cell["median"]["step_ms"]["p50"] > 0
+        saturated = arm["saturation"]
+        mix = saturated["step_mix"]
+        assert (saturated["answered"], saturated["failed"]) == (8, [])
+        assert mix["mean_prompt_rows"] * mix["steps"] == pytest.approx(8 * 10)
+        assert mix["mean_decode_rows"] * mix["steps"] == pytest.approx(8 * 11)
+    assert result["arms"]["half"]["cells"][0]["against_default"]["time_ratio"] > 0
+
+
+@pytest.mark.parametrize("grid", [None, pytest.param(16, marks=pytest.mark.full)])
+def test_sessions_reuse_prompts_and_hits_equal_cold_runs(bench: Bench, grid: int | None) -> None:
+    sizes = ("--count", "3", "--turns", "3", "--system-tokens", "24", "--turn-tokens", "8")
+    more = () if grid is None else ("--grid", str(grid))
+    result = bench("sessions", *sizes, "--output-tokens", "8", "--at-once", "2", *more)
+    check_frame(result, "sessions")
+    assert [*result["arms"]] == ["default", "grid"][: 1 + bool(grid)]
+    if grid is not None:
+        assert result["arms"]["grid"]["engine_config"]["prefix_grid"] == grid
+    for arm in result["arms"].values():
+        (cell,) = arm["cells"]
+        # Turns of 32, 48 and 64 prompt tokens; the second and third find the one before.
+        assert cell["median"]["prompt_tokens"] == 3 * (32 + 48 + 64)
+        assert cell["median"]["cached_prompt_tokens"] >= 3 * (32 + 48)
+        cold = arm["against_cold"]
+        assert cold["failed"] == []
+        assert cold["all"] == {"identical": 9, "total": 9}
+        assert cold["hits"]["identical"] == cold["hits"]["total"] >= 6
+
+
+def test_poisson_measures_rates_and_finds_the_highest_that_holds(bench: Bench) -> None:
+    arguments = ("--rates", "50", "--lengths", "8:4,16:6", "--requests", "4")
+    search = ("--threshold-ms", "100000", "--search-steps", "0", "--deadline-s", "60")
+    result = bench("poisson", *arguments, *search)
+    check_frame(result, "poisson")
+    (cell,) = result["arms"]["default"]["cells"]
+    assert cell["median"]["answered"] == 4
+    assert cell["median"]["latency_per_token_ms"]["p50"] > 0
+    found = result["arms"]["default"]["search"]
+    rates = [entry["rate"] for entry in found["tried"]]
+    assert rates[:3] == [50, 100, 200]
+    assert found["highest_rate_held"] == rates[-1]  # nothing exceeds that threshold
+
+
+def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) -> None:
+    questions, table = tmp_path / "questions.jsonl", tmp_path / "ladder.md"
+    samples = [{"prompt": s.prompt, "answer": s.answer} for s in islice(held_out(), 12)]
+    questions.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    lengths = ("--concurrency", "3", "--prompt-tokens", "24", "--output-tokens", "4")
+    quality = ("--questions", str(questions), "--answer-tokens", "7", "--loops", "2")
+    changes = ("--change", "prefix cache", "--change", "plane units", "--change", "shallow prompt")
+    result = bench("ladder", *lengths, *quality, *changes, "--markdown", str(table))
+    check_frame(result, "ladder")
+    units, cache, shallow = (
+        result["arms"][name] for name in ("plane units", "prefix cache", "shallow prompt")
+    )
+    assert (units["rung"], units["holds"], units["is_default"]) == ("R0", True, True)
+    for row in (units, cache):
+        assert [(c["identical"], c["total"], c["requests"]) for c in row["cells"]] == [
+            (6, 6, 6),
+        ]
+        assert (row["quality"]["points"], row["quality"]["verdict"]) == (0.0, "pass")
+        assert row["quality"]["right_with"] >= 10  # two loops answer nearly all
+    assert cache["cells"][0]["with"]["repeats"][0]["cached_prompt_tokens"] == 3 * 8
+    assert cache["cells"][0]["without"]["repeats"][0]["cached_prompt_tokens"] == 0
+    assert shallow["is_default"] is False
+    lines = table.read_text().splitlines()
+    assert lines[2].startswith("| rung | change |")
+    assert [line.split(" | ")[1] for line in lines[4:]] == [
+        *("plane units", "prefix cache", "shallow prompt"),
+    ]
+
+
+def test_an_r0_change_with_other_answers_is_named_and_the_exit_code(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from looptrt.bench import changes  # noqa: PLC0415 - replaced in it
+
+    wrong = changes.Change("false claim", changes.Rung.R0, "nothing", off_request={"loops": 1})
+    monkeypatch.setattr(changes, "changes_named", lambda _names: (wrong,))
+    lengths = ("--concurrency", "1", "--prompt-tokens", "16", "--output-tokens", "8")
+    result = bench("ladder", *lengths, code=1)
+    assert result["arms"]["false claim"]["holds"] is False
+    assert "NOT R0: false claim" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
+    bench: Bench, tmp_path: Path
+) -> None:
+    questions = tmp_path / "questions.jsonl"
+    samples = [{"prompt": s.prompt, "answer": s.answer} for s in islice(held_out(), 30)]
+    questions.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    result = bench(
+        *("ladder", "--change", "shallow prompt", "--questions", str(questions)),
+        *("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2", "--loops", "2"),
+        *("--answer-tokens", "7"),
+    )
+    quality = result["arms"]["shallow prompt"]["quality"]
+    # Of 30 samples at (2, 2) and (2, 1): the cards say 0.969 and 0.691.
+    assert quality["right_without"] > quality["right_with"]
+    assert quality["verdict"] == "unresolved"
+    assert quality["standard_error"] > 0.5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("burst", "--arm", "x=nothing:1"), "arm x: unknown field 'nothing'"),
+        (("burst", "--concurrency", "1,x"), "--concurrency: expected numbers"),
+        (("burst", "--concurrency", "0"), "concurrency: expected counts from 1"),
+        (("burst", "--prompt-tokens", "500"), "the engine takes prompts up to 128"),
+        (("burst", "--repeats", "0"), "repeats: expected at least 1"),
+        (("latency", "--batches", "5"), "batch 5: this engine runs at most 4"),
+        (("latency", "--output-tokens", "3"), "output_tokens: expected at least 8"),
+        (("sessions", "--turns", "0"), "turns: expected at least 1"),
+        (("poisson", "--rates", "0"), "rates: expected numbers above 0"),
+        (("poisson", "--lengths", "5"), "expected PROMPT:ANSWER"),
+        (("ladder", "--change", "magic"), "change 'magic': expected one of"),
+        (("ladder", "--arm", "base"), "unrecognized arguments"),
+        (("burst", "--out", "/nowhere/x.json"), "there is no folder /nowhere"),
+        (("burst", "--arm", "x=max_batch_size:9"), "arm x: max_batch_size: expected at most 4"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
+) -> None:
+    kind, *rest = arguments
+    if kind in ("burst", "latency", "ladder"):
+        rest = ["--prompt-tokens", "8", *rest]
+    bench(kind, *rest, code=2)
+    out, err = capsys.readouterr()
+    assert message in err
+    assert err.startswith("looptrt: error: ")
+    assert err.count("\n") == 1
+    assert not out.strip()
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_runs(
+    bench: Bench,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    bench("burst", "--plot", str(tmp_path / "x.png"), code=2)
+    assert "pip install 'looptrt[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["burst", "latency", "sessions", "poisson", "ladder"])
+def test_every_kind_has_a_picture(bench: Bench, tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
+    few = {
+        "burst": ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2"),
+        "latency": ("--batches", "1", "--prompt-tokens", "8", "--output-tokens", "8"),
+        "sessions": ("--count", "1", "--turns", "1", "--system-tokens", "8", "--turn-tokens", "2"),
+        "poisson": ("--rates", "9", "--lengths", "4:2", "--requests", "2", "--threshold-ms", "1e6"),
+        "ladder": ("--change", "prefix cache", "--prompt-tokens", "8", "--output-tokens", "2"),
+    }
+    picture = tmp_path / "picture.png"
+    bench(kind, *few[kind], "--plot", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.full
+def test_engines_in_processes_of_their_own_give_the_same_answers(
+    engine_dir: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out.json"
+    arguments = ("--device", "cpu", "--repeats", "1", "--out", str(out))
+    lengths = ("--concurrency", "3", "--prompt-tokens", "16", "--output-tokens", "6")
+    command = ("bench", "burst", str(engine_dir), *arguments, *lengths)
+    assert main([*command, "--arm", "plain=enable_prefix_cache:false"]) == 0
+    against = json.loads(out.read_text())["arms"]["plain"]["cells"][0]["against_default"]
+    assert (against["identical"], against["total"]) == (6, 6)
+    command = ("bench", "ladder", str(engine_dir), *arguments, *lengths)
+    assert main([*command, "--change", "prefix cache"]) == 0
+    (cell,) = json.loads(out.read_text())["arms"]["prefix cache"]["cells"]
+    assert (cell["identical"], cell["requests"]) == (6, 6)

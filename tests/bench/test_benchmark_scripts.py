@@ -1,0 +1,135 @@
+"""Scripts under benchmarks/: what they count in a trace, and the table made of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import data_movement
+import plain_looped
+import pytest
+import report
+import serving
+import torch
+
+
+def copy(name: str, num_bytes: int) -> dict:
+    return {"cat": "gpu_memcpy", "name": name, "args": {"bytes": num_bytes}}
+
+
+def test_a_trace_is_counted_by_kind() -> None:
+    events = [
+        copy("Memcpy HtoD (Pageable -> Device)", 12),
+        copy("Memcpy HtoD (Pinned -> Device)", 30),
+        copy("Memcpy DtoH (Device -> Pinned)", 8),
+        {"cat": "kernel", "name": "void at::native::direct_copy_kernel_cuda(float)"},
+        {"cat": "kernel", "name": "nvjet_tst_64x8"},
+        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize"},
+        {"cat": "cuda_runtime", "name": "cudaMemcpyAsync"},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernelExC"},
+        {"cat": "cuda_driver", "name": "cuLaunchKernel"},
+        {"cat": "cuda_runtime", "name": "cudaGraphLaunch"},
+        {"cat": "cpu_op", "name": "aten::copy_"},
+    ]
+    assert data_movement.counted(events) == {
+        "HtoD": 2,
+        "HtoD_bytes": 42,
+        "DtoH": 1,
+        "DtoH_bytes": 8,
+        "pageable": 1,
+        "kernels": 2,
+        "copy_kernels": 1,
+        "waits": 1,
+        "launches": 3,
+    }
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_the_comparator_decodes_what_it_prefills(
+    interleaved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain_looped, "DTYPE", torch.float32)
+    boundary = int(interleaved)
+    shape = plain_looped.Shape(32, 48, 4, 50, boundary, 2, boundary, 3, False, interleaved)
+    torch.manual_seed(0)
+    model = plain_looped.make(shape, 2, 12, "cpu")
+    model.compiled = plain_looped.Layer.forward
+    ids = torch.randint(0, 50, (2, 8))
+    with torch.no_grad():
+        whole = model(ids, torch.arange(8), is_prompt=True)
+        filled = model.cache.clone()
+        model.cache.zero_()
+        model(ids[:, :7], torch.arange(7), is_prompt=True)
+        last = model(ids[:, 7:], torch.tensor([7]), is_prompt=False)
+    assert torch.equal(last, whole)
+    torch.testing.assert_close(model.cache, filled)
+    assert model.cache[:, :, :, :, :8].abs().sum(-1).gt(0).all()
+
+
+def test_the_comparator_runs_in_bfloat16() -> None:
+    shape = plain_looped.Shape(32, 48, 4, 50, 0, 1, 0, 2, False, False)
+    model = plain_looped.make(shape, 1, 4, "cpu")
+    model.compiled = plain_looped.Layer.forward
+    with torch.no_grad():
+        token = model(torch.tensor([[1, 2]]), torch.arange(2), is_prompt=True)
+    assert (token.shape, model.cache.dtype) == ((1, 1), torch.bfloat16)
+
+
+def rows() -> dict:
+    figures = [
+        serving.Figure("time", 13.904, "ms", 13.9, beside=("Ouro-1.4B", 64)),
+        serving.Figure("speed", 2400.0, "tokens/s", 2400, serving.at_least, ("Ouro-1.4B", 32)),
+        serving.Figure("no target", 1.5, "ms"),
+        serving.Figure("gone", None, "ms", 5.0),
+    ]
+    facts = {"gpu": "a GPU", "driver": "1", "torch": "2", "commit": "abc"}
+    limits = {"gemm_ms": {"Ouro-1.4B": {"64": 4.5}}, "weights_over_bandwidth_ms": {}}
+    return {
+        "limits": {"figures": [], "detail": limits, "machine": facts},
+        "first": {"figures": [f.to_json() for f in figures], "detail": {}, "machine": facts},
+        "broken": {"figures": [], "error": "EngineError: a | b", "machine": facts},
+    }
+
+
+def test_a_target_is_judged_by_the_whole_value_and_a_miss_says_by_how_much() -> None:
+    result = json.loads(json.dumps({"rows": rows()}))
+    lines = report.table(result).splitlines()
+    assert "a GPU, driver 1, torch 2; commits abc." in lines[0]
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[4:]]
+    assert cells == [
+        ["time", "13.90 ms", "≤ 13.9", "missed by 0.0%", "GEMMs alone 4.50 ms, 3.09 ×"],
+        ["speed", "2,400 tokens/s", "≥ 2,400", "met", ""],
+        ["no target", "1.50 ms", "", "", ""],
+        ["gone", "not measured ms", "≤ 5", "not measured", ""],
+        ["broken", "failed: EngineError: a / b", "", "", ""],
+    ]
+
+
+def test_the_readmes_part_between_the_markers_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results, readme = tmp_path / "serving.json", tmp_path / "README.md"
+    results.write_text(json.dumps({"rows": rows()}))
+    readme.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    arguments = ["report", "--results", str(results), "--readme", str(readme)]
+    monkeypatch.setattr("sys.argv", [*arguments, "--check"])
+    assert report.main() == 1
+    monkeypatch.setattr("sys.argv", arguments)
+    assert report.main() == 0
+    text = readme.read_text()
+    assert text.startswith(f"before\n{report.BEGIN}\n\nRandom weights")
+    assert text.endswith(f"\n{report.END}\nafter\n")
+    assert "old" not in text
+    monkeypatch.setattr("sys.argv", [*arguments, "--check"])
+    assert report.main() == 0
+    readme.write_text("no markers")
+    with pytest.raises(SystemExit, match="expected one line"):
+        report.main()
+
+
+def test_every_row_has_a_title_and_released_shapes_are_known() -> None:
+    assert all(row.__doc__ for row in serving.ROWS.values())
+    for name, (hidden, layers) in {"Ouro-1.4B": (2048, 24), "Ouro-2.6B": (2048, 48)}.items():
+        config = serving.MODELS[name]
+        assert (config["hidden_size"], config["num_hidden_layers"]) == (hidden, layers)
+    assert serving.MODELS["Huginn-0125"]["n_embd"] == plain_looped.HUGINN.hidden
