@@ -122,8 +122,7 @@ class Executor(ABC):
         self._copy(plan.copies.due(int(depths.max())))
         if exits is not None:
             self._copy(exits.copies(self.manifest.layout).due(0))
-            carried["state"] = exits.final_state(carried["state"])
-        logits = self.run_phase("coda", {**step, **carried})["logits"]
+        logits = self._coda(step, carried, exits)
         result = self.sampler.sample(logits, plan)
         return result if exits is None else exits.adjust(result)
 
@@ -137,6 +136,15 @@ class Executor(ABC):
             return None
         params = [self._exit_params[slot] for slot in plan.exits.slots.tolist()]
         return ExitStep(plan, params, state, self.exit_gate())
+
+    def _coda(self, step: Tensors, carried: Tensors, exits: ExitStep | None) -> torch.Tensor:
+        """[n, vocab] logits of the rows that are sampled or scored."""
+        final = carried["state"] if exits is None else exits.final_state(carried["state"])
+        logits = self.run_phase("coda", {**step, **carried, "state": final})["logits"]
+        if final is not carried["state"] and self.manifest.spec.coda_layers:
+            # Rows that stopped while their loops went on: their KV is of the recorded depth.
+            self.run_phase("coda", {**step, **carried})
+        return logits
 
     def _head(
         self, plan: StepPlan, step: Tensors, carried: Tensors, rows: Int32Array

@@ -82,11 +82,22 @@ class PagePool:
             else:
                 self.cache.set_idle(page)
 
-    def publish(self, page: Page, key: bytes, token_key: bytes | None, context_depth: int) -> None:
-        """Make a fully written page findable, unless an equal one already is."""
-        if page.key is None and self.cache.find(key) is None:
+    def publish(self, page: Page, key: bytes, token_key: bytes | None, context_depth: int) -> Page:
+        """Make a fully written page findable.
+
+        Returns:
+            The page, or the equal one that was published before: the reference is then to that.
+        """
+        if page.key is not None:
+            return page
+        known = self.cache.find(key)
+        if known is None:
             page.context_depth = context_depth
             self.cache.add(page, key, token_key)
+            return page
+        self.retain(known)
+        self.release(page)
+        return known
 
     def check_integrity(self, held: list[Page]) -> None:
         """Compare the books with the pages that requests hold (one entry a reference).

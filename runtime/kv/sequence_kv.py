@@ -138,21 +138,31 @@ class SequenceKv:
         return needed <= self.pool.num_available - idle
 
     def publish(self, slot: int, first_page: int, end_page: int) -> None:
-        """Publish the pages first_page..end_page-1, whose units are all written."""
+        """Publish the pages first_page..end_page-1, whose units are all written.
+
+        A page equal to a published one is given up for that one, so that whoever holds a
+        published page also holds all before it and a beginning is never evicted before its
+        continuation. Pages before first_page that came unpublished, by a fork, are made up for.
+        """
         if not self._policy.enabled:
             return
         request = self._slots.request(slot)
         token_ids, depths = self._slots.token_ids[slot], self._slots.depths[slot]
+        while first_page and request.pages[first_page - 1].key is None:
+            first_page -= 1
         for page_idx in range(first_page, end_page):
             self._extend_keys(request, token_ids, depths, page_idx)
             at_least = self._policy.at_least
             end = (page_idx + 1) * self.layout.page_size
-            self.pool.publish(
+            page = self.pool.publish(
                 request.pages[page_idx],
                 request.page_keys[page_idx],
                 request.token_keys[page_idx] if at_least else None,
                 int(depths[:end].min()) if at_least else 0,
             )
+            if page is not request.pages[page_idx]:
+                request.pages[page_idx] = page
+                self.table.set_page(slot, page_idx, page)
 
     def copies(self, slot: int, begin: int, end: int) -> Iterator[tuple[int, int, int, int, int]]:
         """Plane copies for the tokens begin..end-1 of a request, run in one step.

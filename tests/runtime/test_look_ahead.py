@@ -123,6 +123,38 @@ def test_an_abort_takes_effect_with_two_steps_in_flight(after: int, in_flight: b
     assert kv.scheduler.kv.pool.num_available == 199
 
 
+def test_what_a_dropped_token_wrote_is_never_published() -> None:
+    """The row ahead fills the page with a token that the aborted answer does not hold."""
+    kv = engine()
+    kv.add(request(0, [1, 2], 9))
+    kv.step()
+    ahead = ahead_of(kv)
+    assert ahead is not None
+    assert ahead.positions.tolist() == [3]
+    kv.in_flight.append((ahead, kv.executor.execute(ahead)))
+    kv.step(abort_in_flight=(0,))
+    kv.drain()
+    assert kv.scheduler.stats().num_cached_units == 0
+    assert kv.scheduler.stats().num_free_units == 199
+
+
+def test_an_aborted_request_runs_no_further_ahead() -> None:
+    kv = engine()
+    for request_id in range(2):
+        kv.add(request(request_id, [1, request_id], 9))
+    kv.step()
+    plan = kv.scheduler.schedule()
+    assert plan is not None
+    kv.in_flight.append((plan, kv.executor.execute(plan)))
+    kv.scheduler.abort(1)
+    ahead = kv.scheduler.schedule_ahead()
+    assert ahead is not None
+    assert ahead.seq_slots.tolist() == plan.seq_slots[:1].tolist()
+    kv.in_flight.append((ahead, kv.executor.execute(ahead)))
+    kv.drain()
+    assert kv.tokens[0] == answer([1, 0], 9)
+
+
 def test_a_new_request_starts_one_step_later() -> None:
     kv = engine(runs_ahead=True)
     kv.add(request(0, [1, 2, 3], 30))

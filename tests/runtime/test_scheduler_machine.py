@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from looptrt.runtime.request import Request
 from tests.runtime.test_scheduler import answer
 from tests.support.tiny import Engine, engine, request
 
@@ -51,6 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         self.prompts: dict[int, tuple[list[int], int, tuple[int, ...]]] = {}
         self.aborted: set[int] = set()
+        self.requests: list[Request] = []
 
     @rule(
         prompt=PROMPTS,
@@ -77,7 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         loops, prefill_loops = depths
         for request_id in range(parent, parent + 1 + num_forks):
             self.prompts[request_id] = (prompt, count, stop_token_ids)
-            self.kv.add(
+            new = self.kv.add(
                 request(
                     request_id,
                     prompt,
@@ -91,6 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     fork_of=None if request_id == parent else parent,
                 )
             )
+            self.requests.append(new)
 
     @rule(count=st.integers(1, 4))
     def step(self, count: int) -> None:
@@ -112,6 +117,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_books_agree(self) -> None:
         if hasattr(self, "kv"):
             self.kv.scheduler.check_integrity()
+
+    @invariant()
+    def no_page_outlives_the_page_before_it(self) -> None:
+        """A published page whose beginning is gone could never be found again."""
+        if not hasattr(self, "kv") or self.kv.scheduler.config.prefix_at_least:
+            return
+        find = self.kv.scheduler.kv.pool.cache.find
+        for known in self.requests:
+            for before, key in itertools.pairwise(known.page_keys):
+                assert find(key) is None or find(before) is not None
 
     def teardown(self) -> None:
         if not hasattr(self, "kv"):
@@ -138,6 +153,7 @@ class AtLeastMachine(SchedulerMachine):
         self.kv = engine(num_units=num_units, max_num_tokens=budget, prefix_at_least=True)
         self.prompts = {}
         self.aborted = set()
+        self.requests = []
 
 
 class RingMachine(SchedulerMachine):
@@ -153,6 +169,7 @@ class RingMachine(SchedulerMachine):
         )
         self.prompts = {}
         self.aborted = set()
+        self.requests = []
 
     def teardown(self) -> None:
         super().teardown()

@@ -81,6 +81,7 @@ class SimExecutor:
             self.table[slot, :, page] = units
         assert np.array_equal(self.table, self.scheduler.kv.table.units)
         self.rows_run += plan.num_rows
+        assert plan.num_rows <= self.scheduler.config.max_num_tokens
         row_slots = np.repeat(plan.seq_slots, np.diff(plan.cu_seqlens))
         unknown = plan.input_ids < 0
         self._tokens[row_slots, plan.positions] = np.where(

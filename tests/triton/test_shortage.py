@@ -29,7 +29,7 @@ ASKED = {"text_input": "a prompt", "max_tokens": 5}
 LONG = {"text_input": "a prompt", "max_tokens": 110, "end_id": -1, "stream": True}
 TEXT_MODELS = ("ensemble", "tensorrt_llm_bls")
 PREFIX = "looptrt_shortage_"
-SHM_BYTES = 5 * 2**20  # the first regions of four models, and one step of growth
+SHM_BYTES = 6 * 2**20  # the first regions of four models, and two steps of growth
 EXIT_TIMEOUT_S = 120  # twice what a test waits for a server's end
 SLOW_S = 0.02
 

@@ -1,0 +1,117 @@
+"""Steps as graphs without a GPU: the product's sizes, filling rows, arenas and look-ahead.
+
+Owns stand-ins for what only CUDA has: capture, pinned memory, events, the sampling kernel. A
+graph is its work, done anew at each replay. What stays untested is what runs on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from looptrt.plugins import launch, reference
+from looptrt.runtime import engine_core
+from looptrt.runtime.executor import step_graphs
+from looptrt.runtime.executor.cuda import CudaExecutor
+from looptrt.runtime.executor.graph_cache import GraphCounters
+from looptrt.runtime.executor.torch import TorchExecutor
+from looptrt.runtime.request import SamplerParams
+from looptrt.runtime.sampler import draw, uniform
+
+
+class GraphsOnCpu(CudaExecutor):
+    """`CudaExecutor` in host memory."""
+
+    allocate_pool = TorchExecutor.allocate_pool
+    update_table = TorchExecutor.update_table
+    copy_planes = TorchExecutor.copy_planes
+
+
+class _Cache:
+    def __init__(self, device: torch.device) -> None:
+        self.counters = GraphCounters()
+        self._known: set[Hashable] = set()
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        self.counters.hits += key in self._known
+        self._known.add(key)
+        work()
+
+    def capture(self, key: Hashable, work: Callable[[], None]) -> None:
+        # Filling rows of an empty step lie beyond the longest sequence, which only kernels bear.
+        self.counters.captures += 1
+        self._known.add(key)
+
+    def clear(self) -> None:
+        self._known.clear()
+
+
+class _Arena:
+    """Keeps its tensors, so that what a fill leaves out holds what it held before."""
+
+    def __init__(
+        self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+    ) -> None:
+        self.tensors = {
+            name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in fields.items()
+        }
+
+    def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
+        for name, array in arrays.items():
+            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
+
+
+class _Transfers:
+    def to_host(self, there: torch.Tensor) -> Callable[[], np.ndarray]:
+        values = there.numpy().copy()
+        return lambda: values
+
+
+def sample(
+    logits: torch.Tensor,
+    temperatures: torch.Tensor,
+    top_ks: torch.Tensor,
+    top_ps: torch.Tensor,
+    min_ps: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `launch.sample`."""
+    failed = ~logits.isfinite().all(dim=-1)
+    scores = logits.masked_fill(failed[:, None], 0.0)
+    tokens = scores.argmax(dim=-1)
+    drawn = (temperatures > 0).nonzero()[:, 0]
+    if len(drawn):
+        columns = (temperatures, top_ks, top_ps, min_ps)
+        rows = zip(*(column[drawn].tolist() for column in columns), strict=True)
+        params = [SamplerParams(temperature=t, top_k=k, top_p=p, min_p=m) for t, k, p, m in rows]
+        uniforms = uniform(seeds[drawn].numpy().view(np.uint64), positions[drawn].numpy())
+        chosen = draw(scores[drawn].double(), params, uniforms)
+        tokens[drawn] = torch.from_numpy(chosen).long()
+    tokens[failed] = 0
+    return tokens.int(), failed.int()
+
+
+def use_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines on the CPU run as `cuda_graphs` says from now on."""
+    patches: list[tuple[Any, str, Any]] = [
+        (engine_core, "TorchExecutor", GraphsOnCpu),
+        (step_graphs, "GraphCache", _Cache),
+        (step_graphs, "Arena", _Arena),
+        (step_graphs, "Transfers", _Transfers),
+        (launch, "sample", sample),
+        (launch, "update_tables", reference.update_tables),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        # A kernel leaves the null unit alone; the reference may write there, and nowhere else.
+        (reference._Attention, "_check_units", _check_units),
+    ]
+    for holder, name, stand_in in patches:
+        monkeypatch.setattr(holder, name, stand_in)
+
+
+def _check_units(self: Any, units: np.ndarray) -> None:
+    reference._check_range("packed_plane_attention", "block_table unit", units, 0, len(self.pool))
