@@ -307,6 +307,9 @@ def _pool_and_counts(stats: Stats) -> Iterator[Family]:
         ("prefix_hit_tokens", "num_hit_tokens", "Those of them that were found in shared pages"),
         ("preemptions", "num_preemptions", "Requests that gave up their pages to others"),
         ("evictions", "num_evictions", "Published pages that were taken for new ones"),
+        ("draft_tokens", "num_draft_tokens", "Guesses of speculation that were verified"),
+        ("accepted_tokens", "num_accepted_tokens", "Those of them that answers kept"),
+        ("prefill_only_steps", "num_prefill_only_steps", "Steps in which answers waited"),
     ):
         yield _family(f"looptrt_{name}_total", Kind.COUNTER, text, float(stats[key]))
 

@@ -149,7 +149,7 @@ def decode(data: bytes) -> Message:
 def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     """A step's outcome in messages that fit a frame: one, unless there are log-probabilities.
 
-    A request's tokens and its end stay together.
+    A request's end stays with its last token.
     """
     if not output.logprobs and not output.prompt_logprobs:
         yield output
@@ -161,13 +161,15 @@ def parts_of(output: StepOutput) -> Iterator[StepOutput]:
     sizes = [1] * len(output.token_ids)
     for row, at in output.logprobs.items():
         sizes[row] += len(at.token_ids)
+    last_rows = {request_id: row for row, request_id in enumerate(output.request_ids)}
     for rows in _chunks(enumerate(sizes)):
         ids = [output.request_ids[row] for row in rows]
+        ending = [ids[index] for index, row in enumerate(rows) if last_rows[ids[index]] == row]
         yield StepOutput(
             request_ids=ids,
             token_ids=[output.token_ids[row] for row in rows],
             depths=[output.depths[row] for row in rows],
-            finished=[finished.pop(request_id) for request_id in ids if request_id in finished],
+            finished=[finished.pop(request_id) for request_id in ending if request_id in finished],
             logprobs={
                 index: output.logprobs[row]
                 for index, row in enumerate(rows)

@@ -112,13 +112,13 @@ class SequenceKv:
 
         None for a request whose prompt is still to be scored: every row is needed.
         """
+        if self._policy.at_least:
+            request.page_keys.clear()  # chained anew: from the keys of the pages found
         scores = request.sampler.prompt_logprobs is not None
         if scores and len(request.token_ids) == request.num_prompt:
             return []
         if not self._policy.enabled or not request.use_prefix_cache:
             return []
-        if self._policy.at_least:
-            request.page_keys.clear()  # chained anew: from the keys of the pages found
         hits: list[Page] = []
         for page_idx in range((len(request.token_ids) - 1) // self.layout.page_size):
             page = self._find_page(request, page_idx)

@@ -56,3 +56,24 @@ def test_a_shared_beginning_outlives_the_ends_of_all_who_share_it() -> None:
             break
         assert all(find(key) for key in shared)
     assert num_pages > 10
+
+
+def test_sessions_reuse_at_least_three_quarters_of_their_prompts() -> None:
+    """The issue's workload at a sixteenth of its lengths: 16 sessions of 4 turns."""
+    kv = engine(
+        num_units=8000, max_num_tokens=512, max_batch_size=16, max_seq_len=160, max_waiting=64
+    )
+    histories = {session: [1, 2, 3, 4] * 16 for session in range(16)}
+    for turn in range(4):
+        for session, history in histories.items():
+            history += [5 + (session + i * turn) % 6 for i in range(16)]
+            kv.add(request(16 * turn + session, history, 4))
+        kv.drain()
+        for session, history in histories.items():
+            history += kv.tokens[16 * turn + session]
+    stats = kv.scheduler.stats()
+    # The first turns arrive together: those of the first step compute the system prompt anew.
+    assert stats.num_hit_tokens / stats.num_prompt_tokens >= 0.75
+    assert stats.num_hit_tokens == sum(end.num_cached_tokens for end in kv.finished.values())
+    pool = kv.scheduler.kv.pool
+    assert len({page.units for page in pool.cache.pages()}) == len(pool.cache)

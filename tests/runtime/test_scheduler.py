@@ -129,9 +129,13 @@ def test_shared_pages_too_deep_for_the_pool_are_given_up() -> None:
     shared.add(request(0, prompt, 1, loops=3))
     shared.drain()
     # 26 units when computed at depth 1, 36 when five pages of depth 3 are shared.
-    shared.add(request(1, prompt, 12, loops=3, prefill_loops=1))
+    shallow = shared.add(request(1, prompt, 12, loops=3, prefill_loops=1))
     shared.drain(max_steps=60)
     assert shared.tokens[1] == answer(prompt, 12)
+    # Its own pages are not known by the keys of those that it gave up.
+    kv, fresh = shared.scheduler.kv, request(2, prompt, 1, prefill_loops=1)
+    kv._extend_keys(fresh, fresh.token_ids, fresh.depths, 4)
+    assert shallow.page_keys[:5] == fresh.page_keys
 
 
 @pytest.mark.parametrize("num_prompt", [1, 4, 5, 7, 9, 18])

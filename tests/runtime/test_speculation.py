@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
+from looptrt.runtime.protocol import parts_of
 from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, SamplerParams
 from looptrt.runtime.sampler import filtered_probabilities
 from looptrt.runtime.speculation import draft_budget
@@ -270,6 +272,15 @@ def test_without_a_draft_depth_nobody_guesses() -> None:
     kv.drain()
     assert not any(plan.is_draft for plan in plans)
     assert kv.scheduler.stats().num_draft_tokens == kv.finished[0].num_draft_tokens == 0
+
+
+def test_a_request_s_end_comes_with_its_last_token_however_a_step_is_cut() -> None:
+    scored = TokenLogprobs([1] * 2**19, [-1.0] * 2**19, [1] * 2**19)
+    ended = FinishedRequest(7, FinishReason.STOP, 2, 0, 0, 0, 0.0, 0.0, 0.0, 1.0)
+    step = StepOutput([7, 7, 8, 7], [5, 6, 1, 2], [3] * 4, [ended], {2: scored})
+    parts = list(parts_of(step))
+    assert [part.request_ids for part in parts] == [[7, 7], [8], [7]]
+    assert [part.finished for part in parts] == [[], [], [ended]]
 
 
 # ---- with a table for a model: the distribution of what is drawn

@@ -130,9 +130,9 @@ def test_a_stream_that_is_cancelled_ends_its_request_in_the_engine(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--max_tokens=0",), "max_tokens: expected"),
-        (("--max_tokens=0", "--protocol=http"), "max_tokens: expected"),
-        (("--max_tokens=0", "--protocol=http", "--stream"), "max_tokens: expected"),
+        (("--max_tokens=0",), "max_tokens): expected"),
+        (("--max_tokens=0", "--protocol=http"), "max_tokens): expected"),
+        (("--max_tokens=0", "--protocol=http", "--stream"), "max_tokens): expected"),
         (("--loops=99",), "loops: expected"),
         (("--protocol=grpc-infer",), "decoupled"),
         (("--protocol=http-infer",), "decoupled"),
