@@ -173,6 +173,11 @@ class PlaneLayout:
         """Units owned by a page whose deepest token runs `depth` loops."""
         return self.boundary_units + self.planes_of_depth(depth)
 
+    def all_layers_units(self, depth: int) -> float:
+        """Units' worth of memory of such a page if the plane of every loop held all layers."""
+        layers = self.prelude_layers + self.unit_slots + self.coda_layers
+        return self.planes_of_depth(depth) * layers / self.unit_slots
+
     def bytes_per_token(self, depth: int) -> int:
         """Pool bytes a token of a full page of uniform `depth` takes."""
         return self.units_of_page(depth) * self.unit_slots * self.slot_bytes_per_token

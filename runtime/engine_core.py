@@ -87,8 +87,7 @@ class EngineCore:
             num_units=scheduler_config.num_units,
             device=device,
         )
-        if isinstance(self.executor, CudaExecutor) and backend not in TENSORRT_BACKENDS:
-            self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
+        self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
         self.scheduler = Scheduler(
             scheduler_config, self.manifest.layout, cache_identity(self.manifest)
         )

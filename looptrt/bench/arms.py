@@ -141,16 +141,10 @@ def with_default(arms: Sequence[Arm]) -> list[Arm]:
     return [Arm(DEFAULT), *arms]
 
 
-def all_layers_units(layout: PlaneLayout, loops: int) -> float:
-    """Units' worth of memory of a page where the plane of each depth has all layers."""
-    layers = layout.prelude_layers + layout.unit_slots + layout.coda_layers
-    return layout.planes_of_depth(loops) * layers / layout.unit_slots
-
-
 def all_layers_bytes(layout: PlaneLayout, pool_bytes: int) -> int:
     """Bytes of a pool of units that holds what `pool_bytes` hold with all layers in each plane."""
     loops = layout.max_loops
-    ratio = min(1.0, layout.units_of_page(loops) / all_layers_units(layout, loops))
+    ratio = min(1.0, layout.units_of_page(loops) / layout.all_layers_units(loops))
     units = int((pool_bytes // layout.unit_bytes - 1) * ratio) + 1
     return units * layout.unit_bytes
 
@@ -166,7 +160,7 @@ def tokens_held(layout: PlaneLayout, pool_units: int, loops: int, kv_layout: KvL
     """
     page = float(layout.units_of_page(loops))
     if kv_layout is KvLayout.ALL_LAYERS:
-        page = all_layers_units(layout, loops)
+        page = layout.all_layers_units(loops)
     return int(pool_units / page) * layout.page_size
 
 

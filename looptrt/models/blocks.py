@@ -281,6 +281,13 @@ class Phase(nn.Module):
             self.rope = rope
         self._join = JOINS[spec.block]
 
+    def run(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs by name, from tensors of which some are the inputs, by name."""
+        outputs = self(*(tensors[name] for name in self.input_names))
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        return dict(zip(self.output_names, outputs, strict=True))
+
     def _by_name(self, tensors: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Inputs by name.
 

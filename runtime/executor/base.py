@@ -16,6 +16,7 @@ import torch
 
 from looptrt.manifest import Manifest
 from looptrt.runtime.batch import LoopRows, loop_rows, select_rows
+from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.exits import ExitStep
 from looptrt.runtime.request import ExitParams
 from looptrt.runtime.sampler import Sampler
@@ -87,6 +88,18 @@ class Executor(ABC):
         """
         self._start_slots(plan)
         return partial(self._run_phases, plan)
+
+    @abstractmethod
+    def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
+        """Run small steps as CUDA graphs from now on, where the backend has any.
+
+        Args:
+            mode: see `EngineConfig.cuda_graphs`.
+            max_rows: rows of the largest step.
+
+        Raises:
+            EngineError: there is no memory for them; has the numbers.
+        """
 
     def runs_ahead(self, plan: StepPlan) -> bool:
         """Whether a step that needs this one's tokens may be submitted before they are known."""

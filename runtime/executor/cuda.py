@@ -2,12 +2,13 @@
 
 Owns the KV pool in device memory, the transfers of a step and which way it runs; leaves
 the order of a step to `Executor`, phases to `TorchExecutor` and graphs to `StepGraphs`. Invariant:
-everything runs on torch's current stream, and nothing waits for the GPU but the sampler's result.
+everything runs on torch's current stream, and nothing waits for the GPU but the sampler's result
+and pinned memory that a transfer still reads.
 
 A step whose rows all run the same loops is one graph from the table updates to the sampled
 tokens. Other small steps are chained graphs, one for the prelude and one for each loop, with
-plane copies and exits between them. Large steps are launched kernel by kernel: their kernels
-take longer than their launches.
+plane copies and exits between them. Steps of more rows than `padding.MAX_GRAPH_ROWS` are launched
+kernel by kernel.
 """
 
 from __future__ import annotations
@@ -81,15 +82,7 @@ class CudaExecutor(TorchExecutor):
         self._shape: StepShape | None = None  # of the running step, where its parts are graphs
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
-        """Run small steps as CUDA graphs from now on; captures those that are sure to come.
-
-        Args:
-            mode: see `EngineConfig.cuda_graphs`.
-            max_rows: rows of the largest step.
-
-        Raises:
-            EngineError: there is no memory for them; has the numbers.
-        """
+        """See `Executor.use_graphs`; captures the steps that are sure to come."""
         manifest = self.manifest
         # A state drawn on the CPU comes as a tensor of its own, which no graph holds.
         on_host = manifest.noise_mode is NoiseMode.SEQUENTIAL
@@ -162,8 +155,7 @@ class CudaExecutor(TorchExecutor):
             return super().run_phase(phase, tensors)
         if phase == "prelude":
             return graphs.run_prelude(shape)
-        rows = dict(tensors)
-        return {"next_state": graphs.run_loop(rows, shape, tensors["plane"])}
+        return {"next_state": graphs.run_loop(len(tensors["rows"]), shape, tensors["plane"])}
 
     def initial_tensors(self, plan: StepPlan) -> Tensors:
         """Noise seeds a row, which graphs have with their other inputs, or drawn states."""

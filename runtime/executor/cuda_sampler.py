@@ -16,6 +16,7 @@ from torch import Tensor
 
 from looptrt.plugins import launch
 from looptrt.runtime.executor.staging import Staging
+from looptrt.runtime.padding import filled
 from looptrt.runtime.sampler import Sampler
 from looptrt.runtime.step_plan import Int32Array, SlotStart, StepPlan, StepResult
 
@@ -77,8 +78,7 @@ class CudaSampler(Sampler):
         columns = {name: values[plan.sample_slots] for name, values in self._params.items()} | {
             "positions": plan.positions[plan.logit_rows]
         }
-        more = size - len(plan.sample_slots)
-        return {name: np.pad(values, (0, more)) for name, values in columns.items()}
+        return {name: filled(values, size) for name, values in columns.items()}
 
     def result(self, plan: StepPlan, tokens: Int32Array, has_failed: Int32Array) -> StepResult:
         """The step's result where no request reads logits."""

@@ -55,9 +55,6 @@ class GraphCache:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._graphs
-
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do the work on the current stream, by its graph if it has one.
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from looptrt.kv_layout import PlaneLayout
-from looptrt.models.blocks import LoopedModel, Phase
+from looptrt.models.blocks import LoopedModel
 from looptrt.plugins import launch
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.executor.arena import Arena, Transfers
@@ -128,13 +128,14 @@ class StepGraphs:
         return result
 
     def capture_ahead(self, max_slots: int) -> None:
-        """Capture the usual full-depth steps of up to `max_slots` requests."""
+        """Capture the usual steps of up to `max_slots` requests that ask for no depth."""
         if not self._whole_steps:
             return
         begin = time.monotonic()
+        num_loops = min(self._model.spec.num_loops, self._layout.max_loops)
         for shape in usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]:
             self._fill(_EMPTY, shape, None)
-            key, work = self._whole(shape, self._model.spec.num_loops)
+            key, work = self._whole(shape, num_loops)
             self.cache.capture(key, work)
         torch.cuda.synchronize(self._device)
         count = self.cache.counters.captures
@@ -173,12 +174,12 @@ class StepGraphs:
         if shape.rows == shape.seqs:
             known, newest = tensors["input_ids"], self._newest.index_select(0, tensors["seq_slots"])
             inputs["input_ids"] = torch.where(known < 0, newest, known)
-        carried = _run(self._model.prelude, inputs)
+        carried = self._model.prelude.run(inputs)
         state, injection = carried["state"], carried.get("injection")
         for loop_idx in range(num_loops):
             plane = self._planes[self._layout.strategy.plane(loop_idx)]
             state = self._model.core.loop(state, injection, {**inputs, "plane": plane})
-        logits = _run(self._model.coda, {**inputs, "state": state})["logits"]
+        logits = self._model.coda.run({**inputs, "state": state})["logits"]
         columns = {name: tensors[f"sampled_{name}"] for name in COLUMNS}
         chosen = launch.sample(logits, **columns)
         self._newest.index_copy_(0, tensors["sample_slots"], chosen[0])
@@ -209,17 +210,16 @@ class StepGraphs:
         arena.fill(filled_rows(rows, loop_shape, self._max_rows))
         return arena.tensors
 
-    def run_loop(self, rows: Tensors, shape: StepShape, plane: torch.Tensor) -> torch.Tensor:
-        """Run one loop on rows from `loop_tensors`; [rows, hidden] state of all rows, ours."""
+    def run_loop(self, count: int, shape: StepShape, plane: torch.Tensor) -> torch.Tensor:
+        """Run one loop on the `count` rows of `loop_tensors`; [rows, hidden] state, ours."""
         self._plane_now.copy_(plane, non_blocking=True)
-        count = len(rows["rows"])
         self.cache.run(("loop", count, shape), partial(self._run_loop, count, shape))
         return self._carried(shape)["state"]
 
     @torch.inference_mode()
     def _run_prelude(self, shape: StepShape) -> None:
         inputs = {**self._arena(shape).tensors, **self._kv, "plane": self._planes[0]}
-        carried = _run(self._model.prelude, inputs)
+        carried = self._model.prelude.run(inputs)
         self._state[: shape.rows].copy_(carried["state"])
         if self._injection is not None:
             self._injection[: shape.rows].copy_(carried["injection"])
@@ -289,14 +289,6 @@ class StepGraphs:
 def _as_sampled(columns: Mapping[str, _T]) -> dict[str, _T]:
     """The sampler's columns under names that a step's own inputs do not have."""
     return {f"sampled_{name}": column for name, column in columns.items()}
-
-
-def _run(phase: Phase, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """A phase's outputs by name."""
-    outputs = phase(*(tensors[name] for name in phase.input_names))
-    if isinstance(outputs, torch.Tensor):
-        outputs = (outputs,)
-    return dict(zip(phase.output_names, outputs, strict=True))
 
 
 _NONE = np.zeros(0, np.int32)

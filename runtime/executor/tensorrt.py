@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import ManifestError
 from looptrt.manifest import WEIGHTS_NAME, Manifest
+from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda import CudaExecutor
 from looptrt.runtime.executor.tensorrt_engine import PhaseEngine
@@ -76,6 +77,9 @@ class TensorRtExecutor(CudaExecutor):
             first = self._first_row()
             return {"logits": engine.run({**tensors, "logit_rows": first})["logits"][:0]}
         return engine.run(tensors)
+
+    def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
+        """Nothing: an engine's enqueue is not captured."""
 
     def _first_row(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.device)

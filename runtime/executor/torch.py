@@ -16,8 +16,10 @@ import torch.nn.functional as F
 
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
+from looptrt.models.blocks import Phase
 from looptrt.models.weights import load_model
 from looptrt.plugins.reference import plane_copy, update_tables
+from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Executor, Tensors
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan
 
@@ -79,11 +81,11 @@ class TorchExecutor(Executor):
     @torch.inference_mode()
     def run_phase(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Run a phase's module."""
-        module = self._phases[phase]
-        outputs = module(*(tensors[name] for name in module.input_names))
-        if isinstance(outputs, torch.Tensor):
-            outputs = (outputs,)
-        return dict(zip(module.output_names, outputs, strict=True))
+        module: Phase = self._phases[phase]
+        return module.run(tensors)
+
+    def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
+        """Nothing: a CPU has no graphs."""
 
     def update_table(self, plan: StepPlan) -> None:
         """Apply the plan's block-table updates."""

@@ -15,7 +15,6 @@ from looptrt.bench.arms import (
     Arm,
     KvLayout,
     all_layers_bytes,
-    all_layers_units,
     tokens_held,
     with_default,
 )
@@ -156,12 +155,12 @@ def test_a_switch_that_is_not_there_is_an_error_and_never_left_out() -> None:
 
 
 def test_huginn_pages_need_nearly_twice_the_memory_with_all_layers_in_each_plane() -> None:
-    assert all_layers_units(HUGINN, 32) == 64  # 32 planes of 8 layers, in units of 4
-    assert all_layers_units(OURO, 4) == 4
+    assert HUGINN.all_layers_units(32) == 64  # 32 planes of 8 layers, in units of 4
+    assert OURO.all_layers_units(4) == 4
     units = 33 * 100
     assert tokens_held(HUGINN, units, 32, KvLayout.UNITS) == 3200
     assert tokens_held(HUGINN, units, 32, KvLayout.ALL_LAYERS) == 51 * 32
-    ratio = all_layers_units(HUGINN, 32) / HUGINN.units_of_page(32)
+    ratio = HUGINN.all_layers_units(32) / HUGINN.units_of_page(32)
     assert ratio >= 1.93
     assert tokens_held(OURO, 400, 4, KvLayout.ALL_LAYERS) == 3200
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,19 +21,18 @@ from looptrt.runtime import engine_core
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.device import choose_device, why_no_gpu
 from looptrt.runtime.engine_core import EngineCore
-from looptrt.runtime.executor import step_graphs
-from looptrt.runtime.executor.arena import Fields
 from looptrt.runtime.executor.cuda import CudaExecutor
-from looptrt.runtime.executor.graph_cache import GraphCounters
 from looptrt.runtime.executor.staging import Staging
+from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.executor.torch import TorchExecutor
 from looptrt.runtime.kernel_checks import act_on
+from looptrt.runtime.padding import StepShape
 from looptrt.runtime.pool_size import pool_units, step_bytes
 from looptrt.runtime.request import ExitParams, ExitRule, SamplerParams
-from looptrt.runtime.sampler import draw, uniform
 from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.support.checkpoints import tiny_ouro
 from tests.support.engines import Harness
+from tests.support.graphs_on_cpu import use_graphs_on_cpu
 
 no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")
 
@@ -171,31 +170,6 @@ def test_a_failed_kernel_is_replaced_and_named(
 # ---- the GPU's executor, its kernels played by their CPU twins
 
 
-def chosen_on_host(
-    logits: torch.Tensor,
-    temperatures: torch.Tensor,
-    top_ks: torch.Tensor,
-    top_ps: torch.Tensor,
-    min_ps: torch.Tensor,
-    seeds: torch.Tensor,
-    positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`launch.sample` by the functions of the CPU's sampler."""
-    failed = (~logits.isfinite().all(-1)).int()
-    tokens = logits.nan_to_num().argmax(-1).int()
-    uniforms = uniform(seeds.numpy().view(np.uint64), positions.numpy())
-    for row in (temperatures > 0).nonzero()[:, 0].tolist():
-        params = SamplerParams(
-            temperature=float(temperatures[row]),
-            top_k=int(top_ks[row]),
-            top_p=float(top_ps[row]),
-            min_p=float(min_ps[row]),
-        )
-        one = slice(row, row + 1)
-        tokens[row] = int(draw(logits[one].double(), [params], uniforms[one])[0])
-    return torch.where(failed > 0, 0, tokens), failed
-
-
 class HostExecutor(CudaExecutor):
     """All of it but the memory, whose place no CPU has."""
 
@@ -203,58 +177,13 @@ class HostExecutor(CudaExecutor):
         return TorchExecutor.allocate_pool(self, num_bytes)
 
 
-class HostArena:
-    """`Arena` in host memory."""
-
-    def __init__(self, fields: Fields, device: torch.device) -> None:
-        self.tensors = {name: torch.zeros(shape, dtype=t) for name, (t, shape) in fields.items()}
-
-    def fill(self, arrays: dict[str, np.ndarray]) -> None:
-        assert arrays.keys() == self.tensors.keys()
-        for name, array in arrays.items():
-            assert array.shape == self.tensors[name].shape, name
-            self.tensors[name].copy_(torch.from_numpy(array))
-
-
-class HostTransfers:
-    """`Transfers` where there is nothing to wait for."""
-
-    def to_host(self, there: torch.Tensor) -> Callable[[], np.ndarray]:
-        copied = there.numpy().copy()
-        return lambda: copied
-
-
-class NoGraphs:
-    """`GraphCache` that runs everything as it comes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.counters = GraphCounters()
-
-    def run(self, key: object, work: Callable[[], None]) -> None:
-        self.counters.hits += 1
-        work()
-
-    def capture(self, key: object, work: Callable[[], None]) -> None:
-        self.counters.captures += 1
-
-    def clear(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("graphs", ["off", "loop", "step"])
 def test_the_transfers_of_a_gpu_step_leave_nothing_out(
     engine_dir: Path, monkeypatch: pytest.MonkeyPatch, graphs: str
 ) -> None:
     """Mixed depths, pages copied plane by plane, exits, samples of every kind: as on the host."""
-    monkeypatch.setattr(step_graphs, "Arena", HostArena)
-    monkeypatch.setattr(step_graphs, "Transfers", HostTransfers)
-    monkeypatch.setattr(step_graphs, "GraphCache", NoGraphs)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    # The twin refuses null units, which the kernel leaves alone: here they are written, not read.
-    monkeypatch.setattr(reference._Attention, "_check_units", lambda *_: None)
-    for name in ("update_tables", "plane_copy"):
-        monkeypatch.setattr(launch, name, getattr(reference, name))
-    monkeypatch.setattr(launch, "sample", chosen_on_host)
+    use_graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr(launch, "plane_copy", reference.plane_copy)
     samplers = [
         SamplerParams(),
         SamplerParams(temperature=0.9, seed=2**63 + 5, top_k=30, top_p=0.9, min_p=0.01),
@@ -297,3 +226,26 @@ def test_the_transfers_of_a_gpu_step_leave_nothing_out(
         assert tokens == other_tokens
         if graphs == "off":
             assert torch.equal(torch.stack(logits), torch.stack(other_logits))
+
+
+def test_graphs_are_of_no_more_loops_than_the_engine_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where the model's own loop count is captured: planes beyond the layout's."""
+    use_graphs_on_cpu(monkeypatch)
+    captured: list[int] = []
+    capture = StepGraphs._whole
+
+    def whole(self: StepGraphs, shape: StepShape, num_loops: int) -> Any:
+        captured.append(num_loops)
+        return capture(self, shape, num_loops)
+
+    monkeypatch.setattr(StepGraphs, "_whole", whole)
+    tiny_ouro(tmp_path / "c")
+    build(BuildConfig(tmp_path / "c", tmp_path / "e", tokens_per_block=8, max_loops=2))
+    harness = Harness(tmp_path / "e", cuda_graphs="step")
+    assert captured
+    assert set(captured) == {2}
+    harness.add([1, 2, 3], 4, loops=2)
+    harness.drain()
+    assert len(harness.answers[0].token_ids) == 4

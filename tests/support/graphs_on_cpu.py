@@ -51,7 +51,7 @@ class _Cache:
 
 
 class _Arena:
-    """Keeps its tensors, so that what a fill leaves out holds what it held before."""
+    """An arena in host memory, strict about what it is filled with."""
 
     def __init__(
         self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
@@ -61,7 +61,9 @@ class _Arena:
         }
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
+        assert arrays.keys() == self.tensors.keys()
         for name, array in arrays.items():
+            assert array.shape == self.tensors[name].shape, name
             self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
 
 
