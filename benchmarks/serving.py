@@ -336,7 +336,8 @@ def exact(bench: Bench) -> Row:
     plain = in_child(serving_children.exact_answers, engine_dir, total, False)
     same = sum(a == b for a, b in zip(fused, plain, strict=True))
     name = "Ouro-1.4B answers equal with exact kernels on and off"
-    figure = Figure(name, same, f"of {total}", total, at_least)
+    # Every one of at least 1,000: fewer requests show less, however many of them are equal.
+    figure = Figure(name, same, f"of {total}", max(total, 1000), at_least)
     return Row([figure], {"requests": total, "identical": same, "batch": 32})
 
 
