@@ -15,6 +15,7 @@ STATS = dict.fromkeys(
         *("num_units", "num_free_units", "num_cached_units", "num_waiting", "num_running"),
         *("num_scheduled", "num_context", "num_context_tokens", "num_paused", "num_steps"),
         *("num_hit_tokens", "num_prompt_tokens", "num_preemptions", "num_evictions"),
+        *("num_draft_tokens", "num_accepted_tokens", "num_prefill_only_steps"),
         *("cpu_memory_bytes", "gpu_memory_bytes"),
     ),
     1,
