@@ -13,7 +13,6 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -60,6 +59,7 @@ class _Carried:
     lock: threading.Lock = field(default_factory=threading.Lock)
     is_cancelled: bool = False
     is_over: bool = False
+    thread: threading.Thread | None = None
     is_unseen: bool = False  # looking for its caller has failed, and the log says so
 
 
@@ -156,7 +156,6 @@ class BlsService:
         self._lock = threading.Lock()
         self._carried: set[_Carried] = set()
         self._is_closed = threading.Event()
-        self._pool = ThreadPoolExecutor(max_requests, thread_name_prefix="looptrt-bls")
         self._watcher = threading.Thread(target=self._watch, name="looptrt-watch", daemon=True)
         self._watcher.start()
 
@@ -170,7 +169,8 @@ class BlsService:
         """
         one = _Carried(channel, inputs, timeout_us)
         with self._lock:
-            is_full = len(self._carried) >= self._max_requests
+            # Those that only wait for an end mark, which the server may have lost, do not count.
+            is_full = sum(not one.is_over for one in self._carried) >= self._max_requests
             if not is_full:
                 self._carried.add(one)
         if is_full:
@@ -178,13 +178,22 @@ class BlsService:
                 Code.UNAVAILABLE, f"bls_max_requests {self._max_requests} are being carried"
             )
             return
-        self._pool.submit(self._carry, one)
+        # A daemon: the server may lose the end of an answer, and would then never be let go of.
+        one.thread = threading.Thread(
+            target=self._carry, args=(one,), name="looptrt-bls", daemon=True
+        )
+        one.thread.start()
 
     def close(self) -> None:
-        """End what is carried, then both kinds of threads."""
+        """Let what is carried end, for a while, and then go."""
         self._is_closed.set()
-        self._watcher.join(_STOP_TIMEOUT_S)
-        self._pool.shutdown()
+        deadline_s = time.monotonic() + _STOP_TIMEOUT_S
+        with self._lock:
+            threads = [one.thread for one in self._carried if one.thread is not None]
+        for thread in (self._watcher, *threads):
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if left := sum(thread.is_alive() for thread in threads):
+            _logger.warning("%d requests did not end within %g s", left, _STOP_TIMEOUT_S)
 
     # ---- one request
 

@@ -119,6 +119,49 @@ def test_an_answer_without_an_end_is_an_error_and_no_silence() -> None:
     assert caller.errors == [(Code.INTERNAL, "the engine's answer has no end")]
 
 
+def test_an_end_that_never_comes_does_not_hold_the_model(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server lost the end mark of an answer for lack of shared memory: unloading hung."""
+    answer = {"output_ids": np.array([[[3]]], np.int32), "finish_reason": np.array([[b"stop"]])}
+    comes = threading.Event()
+
+    class Endless(Responses):
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            comes.wait(DEADLINE_S)
+
+    module = module_of([], [])
+    request = module.InferenceRequest
+
+    def asked(model_name: str, **fields: Any) -> Any:
+        if model_name == "postprocessing":
+            text = response_of({"OUTPUT": np.array([[b"x"]], object)})
+            return SimpleNamespace(exec=lambda decoupled=False: text)
+        plain = request(model_name, **fields)
+        return SimpleNamespace(
+            exec=lambda decoupled=False: Endless([answer]) if decoupled else plain.exec()
+        )
+
+    module.InferenceRequest = asked
+    monkeypatch.setattr(bls, "_STOP_TIMEOUT_S", 0.2)
+    service = BlsService(
+        Models(module, "tensorrt_llm", is_decoupled=True), max_requests=2, accumulates=False
+    )
+    caller = Caller()
+    service.take(TEXT, caller)
+    wait_until(lambda: bool(caller.sent or caller.errors), "the answer")
+    closer = threading.Thread(target=service.close, daemon=True)
+    closer.start()
+    closer.join(DEADLINE_S / 2)
+    try:
+        assert not closer.is_alive()
+        assert caller.errors == []
+        assert "1 requests did not end within" in caplog.text
+    finally:
+        comes.set()
+
+
 def test_a_caller_that_cannot_be_looked_for_is_logged_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
