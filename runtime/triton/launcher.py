@@ -31,6 +31,7 @@ _PR_SET_PDEATHSIG = 1
 _KILL_AFTER_S = 30.0  # beyond what the server itself allows running requests
 _LOOK_S = 0.1
 _IDLE_S = 0.6  # more than twice as old as figures can be
+_STUCK_S = 10.0  # the same of a model from the one that ended before it; both were idle
 _ALONE_S = 3.0  # far longer than a server takes from the end of its last model to its own
 _METRICS_TIMEOUT_S = 2.0
 _ANY_HOSTS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
@@ -173,24 +174,28 @@ def _watch(
 
     A server of 2.51 that gets a signal stops the models of an ensemble that are idle just then,
     and the ensemble's running requests hang; so it gets the signal when nothing runs. One that
-    was short of shared memory has lost requests of the ensemble and waits for them to its
-    timeout: where all its models have ended, it is ended here.
+    was short of shared memory has lost requests and waits for them to its timeout, with all its
+    models ended or with one of them still there: where nothing ran and its processes have
+    stopped ending, it is ended here.
     """
     end_s: float | None = None  # of draining, then of the server's own end
     idle_s = 0.0  # since when nothing is active
-    has_models_s = 0.0  # when a process of its models was last seen
-    is_told = False
+    others: frozenset[int] = frozenset()  # processes of its models
+    changed_s = 0.0  # when they last became other ones
+    is_told = is_idle = False
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return process.wait(_LOOK_S)
         now_s = time.monotonic()
-        if is_told and _has_others(process.pid):
-            has_models_s = now_s
-        elif is_told and now_s - has_models_s > _ALONE_S:
-            _logger.warning("the server's models have ended and it has not; ending it")
-            _kill_group(process)
-            process.wait()
-            return 0
+        if is_told:
+            before, others = others, _others(process.pid)
+            changed_s = changed_s if others == before else now_s
+            still_s = now_s - changed_s
+            if still_s > _ALONE_S and (not others or (is_idle and still_s > _STUCK_S)):
+                _logger.warning("nothing runs and the server does not end; ending it")
+                _kill_group(process)
+                process.wait()
+                return 0
         if asked[signal.SIGINT] > 1 or (is_told and end_s is not None and now_s > end_s):
             _logger.warning("ending the server at once")
             _kill_group(process)
@@ -204,18 +209,20 @@ def _watch(
             idle_s = now_s
         if now_s > end_s or now_s - idle_s >= _IDLE_S:
             process.send_signal(signal.SIGTERM)
-            has_models_s = now_s
+            others, changed_s = _others(process.pid), now_s
+            is_idle = now_s - idle_s >= _IDLE_S
             is_told, end_s = True, now_s + options.exit_timeout_s + _KILL_AFTER_S
 
 
-def _has_others(group: int) -> bool:
-    """Whether a process group has members beside its leader that have not ended."""
+def _others(group: int) -> frozenset[int]:
+    """Members of a process group beside its leader that have not ended."""
+    members = set()
     for status in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, _, found, *_ = status.read_text().rpartition(")")[2].split()
             if int(found) == group and status.parent.name != str(group) and state != "Z":
-                return True
-    return False
+                members.add(int(status.parent.name))
+    return frozenset(members)
 
 
 def _is_active(options: ServerOptions) -> bool:

@@ -134,9 +134,11 @@ def test_regions_of_a_killed_server_are_removed_and_no_others(tmp_path: Path) ->
 _LAUNCHER = """
 import sys
 from pathlib import Path
+from looptrt.runtime.triton import launcher
 from looptrt.runtime.triton.launcher import ServerOptions, run_server
 from looptrt.runtime.triton.server_env import TritonServer
 import os
+launcher._STUCK_S = 4.0
 options = ServerOptions(shm_prefix="looptrt_test_none_", exit_timeout_s=1,
     http_port=1, grpc_port=2, metrics_port=3)
 sys.exit(run_server(TritonServer(Path(sys.argv[1])), Path(sys.argv[2]), options, dict(os.environ)))
@@ -149,12 +151,14 @@ def launched(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path, int]
     server = program(
         tmp_path / "server",
         f"""
-        import os, pathlib, signal, sys, time
+        import os, pathlib, signal, subprocess, sys, time
         here = pathlib.Path({str(tmp_path)!r})
         def end(number, frame):
             draining = (here / "models.draining").exists()
             (here / "ended").write_text(f"{{number}} {{draining}}")
-            if not (here / "stubborn").exists():
+            if (here / "model").exists():
+                subprocess.Popen(["sleep", "600"])
+            elif not (here / "stubborn").exists():
                 sys.exit(0)
         signal.signal(signal.SIGTERM, end)
         (here / "pid.new").write_text(str(os.getpid()))
@@ -193,6 +197,18 @@ def test_second_interrupt_ends_a_server_that_will_not(
     wait_until((here / "ended").exists, "the polite request")
     process.send_signal(signal.SIGINT)
     assert process.wait(DEADLINE_S) == 128 + signal.SIGKILL
+    assert not is_running(pid)
+
+
+def test_idle_server_whose_model_does_not_end_is_ended(
+    launched: tuple[subprocess.Popen[str], Path, int],
+) -> None:
+    """After a shortage of shared memory server 2.51 sometimes waited out its whole timeout."""
+    process, here, pid = launched
+    (here / "model").touch()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    assert (here / "ended").exists()
     assert not is_running(pid)
 
 
