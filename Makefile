@@ -1,5 +1,6 @@
 # One command per thing a person does; each sets up .venv first if it has to.
 #   make demo | test | test-full | plugins | triton-server | lint | format | clean
+#   make test-gpu | bench   on a machine with an NVIDIA GPU
 # PYTHON=/path/to/python chooses the interpreter, TORCH=... the torch requirement,
 # CUDA_ARCHITECTURES=90 the GPUs that `make plugins` compiles for.
 SHELL := /bin/bash
@@ -10,13 +11,14 @@ STAMP := .venv/.installed
 PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 NOT_HERE := not gpu and not multi_gpu and not nightly
 CUDA_ARCHITECTURES ?= 80;90
+LIBRARY := build/cuda/liblooptrt_plugins.so
 CXX_SOURCES = $(shell find plugins -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
 # A candidate counts only if it runs: shims of absent versions sit on PATH on some machines.
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: help venv demo test test-full plugins triton-server lint format clean
+.PHONY: help venv demo test test-full test-gpu bench plugins triton-server lint format clean
 
 help:
 	@sed -n 's/^#   //p; s/^# PYTHON/PYTHON/p' Makefile
@@ -55,6 +57,23 @@ test: venv
 
 test-full: venv
 	$(PYTEST) -m "$(NOT_HERE) and full"
+
+# What only a GPU can show; a test that is skipped there fails.
+test-gpu: plugins
+	$(PYTEST) -m "gpu or multi_gpu" --require-gpu
+
+# Every figure of the GPU tables into out/bench, and README's table; a step that misses a target or
+# finds a fault does not keep the others from running, and makes the whole fail.
+bench: plugins
+	@mkdir -p out/bench; failed=""; \
+	run() { \
+	  echo "== benchmarks/$$1.py"; \
+	  $(BIN)/python benchmarks/$$1.py --out out/bench/$$1.json "$${@:2}" || failed="$$failed $$1"; \
+	}; \
+	for step in kernels attention decode_step; do run $$step --library $(LIBRARY); done; \
+	run serving; \
+	$(BIN)/python benchmarks/report.py --results out/bench/serving.json; \
+	if [ -n "$$failed" ]; then echo "failed or missed a target:$$failed" >&2; exit 1; fi
 
 # The CUDA plugin library, with nvcc on PATH or else the compiler of PyPI's wheels.
 plugins: venv

@@ -4,7 +4,7 @@ Builds the library for this GPU, compares every exact kernel with PyTorch's eage
 same GPU bit for bit (and the noise with its CPU twin), runs compute-sanitizer over small shapes,
 then times. Prints a table last; figures go to a JSON file. Exits 1 on a mismatch.
 
-Run: python benchmarks/kernels.py [--output kernels.json] [--skip check,sanitize,time]
+Run: python benchmarks/kernels.py [--out kernels.json] [--skip check,sanitize,time]
 """
 
 from __future__ import annotations
@@ -606,7 +606,7 @@ def report(results: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, help="JSON file for the figures")
+    parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--skip", default="", help="comma-separated: check, sanitize, time")
     parser.add_argument("--library", type=Path, help="use this library, build none")
     parser.add_argument("--noise-tokens", type=int, default=2048, help="of 5280 draws each")
@@ -644,8 +644,8 @@ def main() -> None:
         }
         print(f"timed: {time.monotonic() - begin:.0f} s")
     report(results)
-    if options.output:
-        options.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if options.out:
+        options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if any(entry["mismatches"] for entry in results.get("check", {}).values()):
         sys.exit(1)
 
