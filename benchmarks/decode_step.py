@@ -36,6 +36,7 @@ from looptrt.models.blocks import LoopedModel, build
 from looptrt.models.operator_calls import calls_of
 from looptrt.plugins import launch, ops, schema
 from looptrt.plugins.probe import QUICK_ROWS, Clock, failures
+from looptrt.plugins.products import Products
 from looptrt.runtime.kernel_checks import probe_all
 
 KV_LENGTH = 576
@@ -219,16 +220,18 @@ def skinny_products_of(step: DecodeStep) -> Callable[[], list[Tensor]]:
 
 
 @contextlib.contextmanager
-def arm(name: str, missing: list[str]) -> Iterator[None]:
+def arm(step: DecodeStep, name: str, missing: list[str]) -> Iterator[None]:
     """How operators of ours, and products, run while an arm is captured."""
     # The noise's unfused form draws on the CPU, which no graph can hold.
     every = [op.name for op in schema.OPS if op.name != "position_keyed_noise"]
-    ops.use_skinny_linear(launch.MAX_SKINNY_ROWS if "skinny" in name else 0)
-    try:
-        with ops.running_unfused(every if name == "op by op" else missing):
-            yield
-    finally:
-        ops.use_skinny_linear(0)
+    assert step.model is not None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(ops.running_unfused(every if name == "op by op" else missing))
+        if "skinny" in name:
+            step.model.use_products(Products(max_skinny_rows=launch.MAX_SKINNY_ROWS))
+            stack.callback(step.model.use_products, Products())
+            stack.enter_context(launch.overlapping_kernels())
+        yield
 
 
 def kernel_counts(graph: torch.cuda.CUDAGraph) -> dict[str, Any]:
@@ -276,15 +279,15 @@ def measure(step: DecodeStep, missing: list[str]) -> dict[str, Any]:
     """Count and time one model and batch."""
     graphs, results = {}, {}
     # Graphs read the products' operands, and a capture gives memory back that nobody holds.
-    with arm("fused", missing):
+    with arm(step, "fused", missing):
         products, skinny_products = products_of(step), skinny_products_of(step)
     is_skinny = step.batch <= launch.MAX_SKINNY_ROWS
     for name in ("op by op", "fused", *(["fused, skinny products"] if is_skinny else [])):
-        with arm(name, missing):
+        with arm(step, name, missing):
             is_finite = bool(step.logits().isfinite().all())
             graphs[name] = graph_of(step.token_ids)
         results[name] = {"finite": is_finite}
-    with arm("fused", missing):
+    with arm(step, "fused", missing):
         graphs["GEMMs alone"] = graph_of(products)
         if is_skinny:
             graphs["skinny products alone"] = graph_of(skinny_products)

@@ -105,6 +105,8 @@ class LoopSpec:
         state_std: standard deviation of the parent normal of a random initial state,
             before `state_scale`; the state is cut at 3 standard deviations.
         state_scale: float32 factor on the drawn state.
+        packed_projections: the checkpoint holds q, k and v as one matrix, and gate and up as
+            another: the model's own products are joined. Elsewhere joining them is ours.
         exit_gate: the checkpoint has a per-token exit gate.
         tied_head: the head's weight is the embedding's.
     """
@@ -135,6 +137,7 @@ class LoopSpec:
     qk_norm: bool = False
     state_std: float = 0.0
     state_scale: float = 1.0
+    packed_projections: bool = False
     exit_gate: bool = False
     tied_head: bool = False
 

@@ -20,7 +20,7 @@ from looptrt.errors import LooptrtError, ManifestError
 from looptrt.kv_layout import DTYPE_BYTES, PlaneLayout
 from looptrt.loop_spec import LoopSpec, NoiseMode
 
-FORMAT = 1
+FORMAT = 2
 CONFIG_NAME = "config.json"
 WEIGHTS_NAME = "rank0.safetensors"
 PHASES = ("prelude", "core", "coda")

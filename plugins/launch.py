@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import math
 import sysconfig
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -86,7 +88,7 @@ class Library:
             raise PluginError(f"{name}: {self._library.looptrt_last_error_text().decode()}")
 
     def let_kernels_overlap(self, allowed: bool) -> None:
-        """See the function of this name."""
+        """Whether small kernels start before their predecessors have ended, from now on."""
         self._library.looptrt_let_kernels_overlap(ctypes.c_int32(allowed))
 
     def plane_copy_workspace_bytes(self, *sizes: int) -> int:
@@ -108,9 +110,11 @@ class Library:
 
 
 class _Process:
-    """The one library of this process."""
+    """The one library of this process, and the blocks of `overlapping_kernels` in it."""
 
     library: ClassVar[Library | None] = None
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    num_overlapping: ClassVar[int] = 0
 
 
 def places() -> list[Path]:
@@ -398,12 +402,24 @@ def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def let_kernels_overlap(allowed: bool) -> None:
-    """Let small kernels start before their predecessors have ended, from now on; off at first.
+@contextmanager
+def overlapping_kernels() -> Iterator[None]:
+    """Let small kernels start before their predecessors have ended, within the block.
 
-    Faster between kernels of the library, slower after cuBLAS's. Changes no bits.
+    Faster between kernels of the library, slower after cuBLAS's. Changes no bits. It holds for
+    the whole process, from the first block that opens to the last one that ends; a captured
+    graph keeps what held at its capture.
     """
-    load().let_kernels_overlap(allowed)
+    library = load()
+    with _Process.lock:
+        _Process.num_overlapping += 1
+        library.let_kernels_overlap(True)
+    try:
+        yield
+    finally:
+        with _Process.lock:
+            _Process.num_overlapping -= 1
+            library.let_kernels_overlap(_Process.num_overlapping > 0)
 
 
 def plane_copy(

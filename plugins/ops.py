@@ -13,10 +13,8 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from looptrt.errors import PluginError
 from looptrt.plugins import launch, reference, schema, unfused
 from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
 
@@ -150,47 +148,6 @@ def running_unfused(names: Iterable[str]) -> Iterator[None]:
     finally:
         _unfused.clear()
         _unfused.update(before)
-
-
-_max_skinny_rows = 0
-
-
-def use_skinny_linear(max_rows: int) -> None:
-    """Compute `linear` of up to max_rows rows with our kernel on CUDA, in the whole process.
-
-    The small kernels beside these products then start early (`launch.let_kernels_overlap`).
-
-    Args:
-        max_rows: 0 turns it off, as at the start; at most `launch.MAX_SKINNY_ROWS`.
-
-    Raises:
-        PluginError: more rows than the kernel takes, or there is no plugin library.
-    """
-    global _max_skinny_rows
-    if not 0 <= max_rows <= launch.MAX_SKINNY_ROWS:
-        raise PluginError(
-            f"skinny_linear: expected 0..{launch.MAX_SKINNY_ROWS} rows, got {max_rows}"
-        )
-    if max_rows or _max_skinny_rows:
-        launch.let_kernels_overlap(max_rows > 0)
-    _max_skinny_rows = max_rows
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Product x weight^T of [R, K] and [N, K]: F.linear, but for `use_skinny_linear`.
-
-    Graphs that are traced, and tensors that are not bfloat16 or float16 on a GPU, get F.linear.
-    """
-    if not _max_skinny_rows or not _may_be_skinny(x):
-        return F.linear(x, weight)
-    return launch.skinny_linear(x, weight)
-
-
-def _may_be_skinny(x: Tensor) -> bool:
-    """Whether x is a real tensor that `use_skinny_linear` was meant for."""
-    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
-        return False
-    return not torch.compiler.is_compiling() and len(x) <= _max_skinny_rows
 
 
 def _fake(op: OpSchema) -> Callable[..., Any]:

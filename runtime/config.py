@@ -17,6 +17,8 @@ from looptrt.runtime.sampling_params import MAX_SEED, shown
 
 PrefixDepth = Literal["exact", "at_least"]
 CudaGraphs = Literal["auto", "step", "loop", "off"]
+JoinedProjections = Literal["exact", "always", "never"]
+MAX_SKINNY_ROWS = 16  # the kernel's (`plugins.launch`), whose module needs torch
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
@@ -46,6 +48,8 @@ class EngineConfig:
         prefill_share: let prompts that do not fit beside running answers have up to S whole
             steps between two steps with answers, S being the deepest answer's loops: first
             tokens come earlier, the others later.
+        look_ahead: plan the next decode step, and give it to a GPU, while the one before it runs
+            there, its tokens unknown; False waits for every step's tokens first.
         speculative_loops: up to four running requests guess tokens at this depth, which one
             step at full depth verifies; answers stay the same. None makes no guesses.
         noise_seed: seed of the random initial state of requests that set none.
@@ -57,6 +61,13 @@ class EngineConfig:
             possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`.
         fused_kernels: run operators on a GPU by the plugin library's kernels; False runs those
             that have PyTorch's bits as the chains of PyTorch's operators that they stand for.
+        joined_projections: whether q, k and v, and gate and up, are one matrix product each where
+            the checkpoint holds them apart. `exact` joins on a GPU what a check at start finds
+            equal to the separate products, bit for bit, and everything on a CPU, where nothing
+            is checked; `always` joins everything, `never` nothing.
+        skinny_linear_rows: products of up to this many rows, at most 16, run by our own kernel,
+            whose sums are not in cuBLAS's order: bfloat16 and float16 on a GPU, no TensorRT
+            backend. 0 leaves all products to PyTorch.
         require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
             does not give them, instead of running that operator op by op.
         cache_dir: where what was learned about this machine's kernels is kept between starts;
@@ -82,12 +93,15 @@ class EngineConfig:
     prefix_depth: PrefixDepth = "exact"
     packed_prefill: bool = True
     prefill_share: bool = True
+    look_ahead: bool = True
     speculative_loops: int | None = None
     noise_seed: int = 0
     device: str = "auto"
     backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
     fused_kernels: bool = True
+    joined_projections: JoinedProjections = "exact"
+    skinny_linear_rows: int = 0
     require_exact: bool = False
     cache_dir: str | None = None
     num_threads: int | None = None
@@ -107,6 +121,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=1)
         _check_int("max_waiting", self.max_waiting, low=1)
+        _check_int("skinny_linear_rows", self.skinny_linear_rows, low=0, high=MAX_SKINNY_ROWS)
         _check_int("max_logprobs", self.max_logprobs, low=0, high=2**18)
         _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)
         for name in ("start_timeout_s", "step_timeout_s"):
@@ -119,12 +134,17 @@ class EngineConfig:
             "enable_prefix_cache",
             "packed_prefill",
             "prefill_share",
+            "look_ahead",
             "fused_kernels",
             "require_exact",
         ):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, "true or false", getattr(self, name))
-        for name, choices in (("prefix_depth", PrefixDepth), ("cuda_graphs", CudaGraphs)):
+        for name, choices in (
+            ("prefix_depth", PrefixDepth),
+            ("cuda_graphs", CudaGraphs),
+            ("joined_projections", JoinedProjections),
+        ):
             if getattr(self, name) not in get_args(choices):
                 raise _wrong(name, _any_of(get_args(choices)), getattr(self, name))
         if not isinstance(self.device, str) or not _DEVICES.fullmatch(self.device):

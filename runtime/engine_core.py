@@ -21,6 +21,7 @@ from looptrt.errors import EngineError, RequestError
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import TENSORRT_BACKENDS, WEIGHTS_NAME, Manifest
 from looptrt.plugins import ops, unfused
+from looptrt.plugins.products import Products
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.device import choose_device, free_beside_scratch
 from looptrt.runtime.executor.base import Executor
@@ -32,6 +33,7 @@ from looptrt.runtime.kernel_checks import settle_kernels
 from looptrt.runtime.kv.prefix_cache import CacheIdentity
 from looptrt.runtime.outputs import StepOutput
 from looptrt.runtime.pool_size import pool_units
+from looptrt.runtime.product_checks import check_asked, settle_products
 from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
 from looptrt.runtime.step_plan import StepPlan, StepResult
@@ -55,13 +57,14 @@ class EngineCore:
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self.manifest = Manifest.load(engine_dir)
         backend = self.manifest.backend if config.backend == "auto" else config.backend
-        device = _device(config, backend)
+        self._device = device = _device(config, backend)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif self.manifest.spec.hidden_size < _THREADED_HIDDEN_SIZE:
             torch.set_num_threads(1)
+        check_asked(config, self.manifest.dtype, backend, device)
         make_executor: Callable[..., Executor] = TorchExecutor
-        free_bytes = None
+        products, free_bytes = Products(), None
         if backend in TENSORRT_BACKENDS:
             # No operator of a compiled engine can be replaced by its unfused form.
             settle_kernels(self.manifest, replace(config, require_exact=True), device)
@@ -70,14 +73,16 @@ class EngineCore:
             # The pool's size is reckoned from what was free before weights were loaded.
             weight_bytes = self.manifest.files[WEIGHTS_NAME][1]
             free_bytes = torch.cuda.mem_get_info(device)[0] + weight_bytes
-        elif device.type == "cuda":
-            if config.fused_kernels:
-                settle_kernels(self.manifest, config, device)
-            else:
-                ops.use_unfused(unfused.EXACT)
-            make_executor = CudaExecutor
-            limits = config.limits(self.manifest)
-            free_bytes = free_beside_scratch(device, self.manifest, limits)
+        else:
+            products = settle_products(self.manifest, config, device)
+            if device.type == "cuda":
+                make_executor = CudaExecutor
+                if config.fused_kernels:
+                    settle_kernels(self.manifest, config, device)
+                else:
+                    ops.use_unfused(unfused.EXACT)
+                limits = config.limits(self.manifest)
+                free_bytes = free_beside_scratch(device, self.manifest, limits)
         scheduler_config = _scheduler_config(self.manifest, config, free_bytes)
         self.executor = make_executor(
             engine_dir,
@@ -87,10 +92,16 @@ class EngineCore:
             num_units=scheduler_config.num_units,
             device=device,
         )
-        self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
+        try:
+            self.executor.use_products(products)
+            self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
+        except BaseException:
+            self.executor.close()
+            raise
         self.scheduler = Scheduler(
             scheduler_config, self.manifest.layout, cache_identity(self.manifest)
         )
+        self._looks_ahead = config.look_ahead
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
 
     def add_request(self, request: Request) -> None:
@@ -124,7 +135,7 @@ class EngineCore:
         if not self._in_flight:
             return StepOutput([], [], [], self.scheduler.take_ended())
         plan, result = self._in_flight[0]
-        if self.executor.runs_ahead(plan):
+        if self._looks_ahead and self.executor.runs_ahead(plan):
             self._submit(self.scheduler.schedule_ahead())
         self._in_flight.popleft()
         return self.scheduler.commit(plan, result())
@@ -135,8 +146,9 @@ class EngineCore:
 
     def stats(self) -> dict[str, int | float]:
         """Queue, pool, cache and memory figures by name."""
-        gpu_bytes = torch.cuda.memory_reserved()  # 0 where CUDA is not in use
-        if gpu_bytes:
+        gpu_bytes = 0
+        if self._device.type == "cuda":
+            gpu_bytes = torch.cuda.memory_reserved(self._device)
             gpu_bytes += self.executor.num_units * self.manifest.layout.unit_bytes
         return {
             **dataclasses.asdict(self.scheduler.stats()),

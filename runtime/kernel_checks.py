@@ -1,16 +1,18 @@
 """Checks of a GPU's kernels when an engine starts, and what follows from them.
 
-Owns the decision to run an operator op by op, or not to start; leaves the comparisons to
-`plugins.probe`. Invariant: an engine never runs a kernel whose results are known to be wrong.
+Owns the decision to run an operator op by op, or not to start, and what is recalled of earlier
+starts; leaves comparisons to `plugins.probe` and matrix products to `product_checks`. Invariant:
+an engine never runs a kernel whose results are known to be wrong.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,7 +48,12 @@ def settle_kernels(manifest: Manifest, config: EngineConfig, device: torch.devic
     calls = operator_calls(manifest)
     largest = manifest.limits.max_num_tokens
     rows = [*(count for count in QUICK_ROWS if count < largest), largest]
-    verdicts = _recalled(calls, rows, device, _cache_dir(config))
+
+    def probe(clock: Clock) -> list[Verdict]:
+        return probe_all(calls, rows, device, launch.OPERATORS, clock)
+
+    question = {"calls": list(map(asdict, calls)), "rows": rows}
+    verdicts = recalled(question, probe, device, config)
     act_on(verdicts, require_exact=config.require_exact)
     torch.cuda.empty_cache()
 
@@ -99,20 +106,30 @@ def _cache_dir(config: EngineConfig) -> Path | None:
         return None
 
 
-def _recalled(
-    calls: Sequence[OpCall], rows: Sequence[int], device: torch.device, cache_dir: Path | None
+def recalled(
+    question: Mapping[str, Any],
+    probe: Callable[[Clock], list[Verdict]],
+    device: torch.device,
+    config: EngineConfig,
 ) -> list[Verdict]:
-    known = machine(device)
+    """Verdicts on a GPU, from an earlier start if it asked the same, else made now.
+
+    Args:
+        question: what the verdicts are about, as JSON values; the machine is added.
+        probe: makes them until a clock is over; what that cut short is not kept.
+        device: the GPU.
+        config: says where verdicts are kept.
+    """
+    cache_dir, known = _cache_dir(config), machine(device)
     cache = None
     if known is not None and cache_dir is not None:
-        question = {"machine": known, "calls": list(map(asdict, calls)), "rows": list(rows)}
-        cache = VerdictCache(cache_dir, question)
+        cache = VerdictCache(cache_dir, {"machine": known, **question})
         verdicts = cache.load()
         if verdicts is not None:
             return verdicts
     begin, clock = time.monotonic(), Clock(_PROBE_S)
     with torch.inference_mode(), torch.cuda.device(device):
-        verdicts = probe_all(calls, rows, device, launch.OPERATORS, clock)
+        verdicts = probe(clock)
     _logger.info("kernels checked in %.1f s", time.monotonic() - begin)
     if cache is not None and not clock.is_over():
         cache.keep(verdicts)

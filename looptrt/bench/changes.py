@@ -39,6 +39,7 @@ class Change:
             half of the request's loops.
         off_kv_layout: how the pool is reckoned without the change.
         shares_prompts: whether it shows only where prompts begin alike.
+        gpu_only: whether an engine on the CPU lacks it, or what it is said to preserve.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Change:
     off_request: Mapping[str, Any] = field(default_factory=dict)
     off_kv_layout: KvLayout = KvLayout.UNITS
     shares_prompts: bool = False
+    gpu_only: bool = False
 
     @property
     def is_default(self) -> bool:
@@ -98,12 +100,28 @@ CHANGES = (
         Rung.R0,
         "PyTorch's bits at the same rows: its order of sums, its roundings",
         off={"fused_kernels": False},
+        gpu_only=True,
+    ),
+    Change(
+        "joined projections",
+        Rung.R0,
+        "the bits of q, k, v, gate and up multiplied apart; joined where a check found them equal",
+        off={"joined_projections": "never"},
+        gpu_only=True,
     ),
     Change(
         "CUDA graphs",
         Rung.R1,
         "every row's operations; a batch is padded to the rows of its graph",
         off={"cuda_graphs": "off"},
+        gpu_only=True,
+    ),
+    Change(
+        "scheduling ahead",
+        Rung.R1,
+        "every row's operations; an answer that ended has one more row, a prompt may wait a step",
+        off={"look_ahead": False},
+        gpu_only=True,
     ),
     Change(
         "packed prefill",
@@ -129,6 +147,13 @@ CHANGES = (
         Rung.R1,
         "every row's operations; guesses at half of the loops are verified in wider batches",
         on={"speculative_loops": HALF_LOOPS},
+    ),
+    Change(
+        "products of few rows",
+        Rung.R3,
+        "products up to rounding: float32 sums in another order than cuBLAS's",
+        on={"skinny_linear_rows": 8},
+        gpu_only=True,
     ),
     Change(
         "shallow prompt",

@@ -69,25 +69,30 @@ class Ladder:
 
 
 def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
-    """Compare every change; returns the result as JSON values.
+    """Compare every change that this engine can have; returns the result as JSON values.
 
     Raises:
-        EngineError: an engine could not start, has ended, is too small for the lengths, or
-            lacks the switch of a change.
+        EngineError: an engine could not start, has ended, is too small for the lengths, lacks
+            the switch of a change, or can have none of the changes.
     """
     if setup.others:
         raise EngineError("ladder: its arms are the changes; leave out --arm")
     for change in ladder.changes:
         change.arms(1)  # a missing switch is told before anything runs
-    runs = len(ladder.concurrency) * 2 * (setup.repeats + 1)
-    total = len(ladder.changes) * (runs + 2 * bool(ladder.questions))
     config = setup.config
     if config.kv_cache_bytes is None:
         config = dataclasses.replace(config, kv_cache_free_gpu_memory_fraction=_POOLS_SHARE)
     with offline(setup.engine_dir, config, in_process=setup.in_process) as default:
         _check_room(config, default, ladder)
+        changes = [one for one in ladder.changes if default.on_gpu or not one.gpu_only]
+        left_out = [one.name for one in ladder.changes if one not in changes]
+        if not changes:
+            names = ", ".join(left_out)
+            raise EngineError(f"{names}: there is nothing to compare where an engine runs on a CPU")
+        runs = len(ladder.concurrency) * 2 * (setup.repeats + 1)
+        total = len(changes) * (runs + 2 * bool(ladder.questions))
         rows = {}
-        for change in ladder.changes:
+        for change in changes:
             arms = change.arms(setup.params.loops or default.manifest.layout.max_loops)
             with _engines(setup, config, default, arms) as engines:
                 rows[change.name] = _Comparison(setup, ladder, change, arms, engines, total).row()
@@ -98,6 +103,7 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
             workload={**ladder.to_json(), "repeats": setup.repeats, "seed": setup.seed},
             commit=setup.commit,
             arms=rows,
+            needs_gpu=left_out,
         )
 
 
@@ -286,7 +292,14 @@ def markdown(result: Mapping[str, Any]) -> str:
         "with the same token ids with and without the change, of the same requests, all queued "
         "before the first step. Throughput: with the change over without it.\n\n"
     )
-    return head + results.markdown_table(headers, lines)
+    table = head + results.markdown_table(headers, lines)
+    return f"{table}\n{note}\n" if (note := not_compared(result)) else table
+
+
+def not_compared(result: Mapping[str, Any]) -> str:
+    """Which changes a ladder left out and why, as a sentence; empty where it left out none."""
+    names = ", ".join(result["needs_gpu"])
+    return f"Not compared, for want of a GPU: {names}." if names else ""
 
 
 def _ratio(value: float | None) -> str:

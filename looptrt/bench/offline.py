@@ -51,6 +51,10 @@ class Engine(Protocol):
     def num_units(self) -> int:
         """Units of the KV pool that requests may own."""
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it runs on a GPU."""
+
     def answer(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], deadline_s: float
     ) -> Answers:
@@ -71,7 +75,9 @@ class OfflineEngine:
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self._core: Core = load_core(engine_dir, config)
         self.manifest = self._core.manifest
-        self.num_units = int(self._core.stats()["num_units"])
+        stats = self._core.stats()
+        self.num_units = int(stats["num_units"])
+        self.on_gpu = stats["gpu_memory_bytes"] > 0
         self._tokenizer = Tokenizer.of_engine(engine_dir)
         self._admission = Admission(
             manifest=self.manifest,
@@ -173,7 +179,7 @@ class OfflineProcess:
         self._process.start()
         theirs.close()
         try:
-            manifest, self.num_units = self._receive(config.start_timeout_s)
+            manifest, self.num_units, self.on_gpu = self._receive(config.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -220,7 +226,7 @@ def _serve(
         connection.send(str(error))
         return
     try:
-        connection.send((engine.manifest.to_json(), engine.num_units))
+        connection.send((engine.manifest.to_json(), engine.num_units, engine.on_gpu))
         while True:
             connection.send(engine.answer(*connection.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -204,10 +204,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _finish_ladder(args: argparse.Namespace, result: Mapping[str, Any]) -> int:
     """Write the table, and tell which changes broke their rung; returns how many."""
-    from looptrt.bench.ladder import broken_promises, markdown  # noqa: PLC0415
+    from looptrt.bench.ladder import broken_promises, markdown, not_compared  # noqa: PLC0415
 
     if args.markdown is not None:
         args.markdown.write_text(markdown(result), encoding="utf-8")
+    if note := not_compared(result):
+        make_console().print(note)
     broken = broken_promises(result)
     for name in broken:
         make_console().print(f"NOT R0: {name}: answers differ at equal batches")

@@ -33,6 +33,8 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("device", str, "DEVICE", "auto, cpu, cuda or cuda:N (default: auto)"),
     ("backend", str, "NAME", "auto, pytorch, tensorrt or tensorrt_rtx (default: as built)"),
     ("cuda_graphs", str, "HOW", "CUDA graphs: auto, step, loop or off (default: auto)"),
+    ("joined_projections", str, "HOW", "q/k/v and gate/up: exact, always, never (default: exact)"),
+    ("skinny_linear_rows", int, "N", "products of so few rows by our own kernel (default: 0)"),
     ("cache_dir", str, "DIR", "what is known of this GPU's kernels (default: ~/.cache/looptrt)"),
     ("num_threads", int, "N", "CPU threads of the engine (default: by the model's width)"),
     ("start_timeout_s", float, "S", "how long loading may take (default: 300)"),
@@ -42,6 +44,7 @@ _SWITCHES = (
     ("enable_prefix_cache", "reuse the KV of equal prompt beginnings (default: yes)"),
     ("packed_prefill", "rows of several prompts in one step (default: yes)"),
     ("prefill_share", "whole steps for prompts that fit beside no answer (default: yes)"),
+    ("look_ahead", "the next decode step planned while one runs on a GPU (default: yes)"),
     ("fused_kernels", "kernels of the plugin library on a GPU (default: yes)"),
     ("require_exact", "no start with a GPU kernel without PyTorch's bits (default: no)"),
 )

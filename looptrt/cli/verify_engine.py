@@ -14,6 +14,7 @@ from looptrt.cli.guard import DIFFERS, show_logs
 from looptrt.cli.terminal import make_console
 from looptrt.runtime.config import EngineConfig
 
+JOINED = "joined_product"  # as verdicts of `plugins.probe_products`, which needs torch, say
 # With --strict: nothing differs, but no GPU's kernels were there to be tested.
 NOT_TESTED = 3
 
@@ -24,12 +25,15 @@ def run(args: argparse.Namespace) -> int:
 
     with show_logs(logging.WARNING):
         report = check_engine(args.engine_dir, EngineConfig(device=args.device).device)
-    rows = [_row(asdict(verdict), holds=verdict.holds) for verdict in report.verdicts]
+    rows, joined = (
+        [_row(asdict(verdict), holds=verdict.holds) for verdict in verdicts]
+        for verdicts in (report.verdicts, report.joined)
+    )
     if args.json:
-        facts = {name: value for name, value in asdict(report).items() if name != "verdicts"}
-        print(json.dumps({**facts, "checks": rows}, indent=2))
+        facts = {name: getattr(report, name) for name in ("num_files", "gpu", "why_no_gpu")}
+        print(json.dumps({**facts, "checks": rows, "joined_products": joined}, indent=2))
     else:
-        _print(report.num_files, report.gpu, report.why_no_gpu, rows)
+        _print(report.num_files, report.gpu, report.why_no_gpu, rows + joined)
     if not args.strict:
         return 0
     if not all(row["holds"] for row in rows):
@@ -56,6 +60,9 @@ def _shapes(sizes: dict[str, int], attributes: dict[str, float], rows: list[int]
     if "head_dim" in attributes:
         heads = "{num_heads:.0f}/{num_kv_heads:.0f} heads of {head_dim:.0f}".format(**attributes)
         return f"{span}, {heads}"
+    if "K" in sizes:
+        parts = " + ".join(str(size) for name, size in sizes.items() if name != "K")
+        return f"{span} of {sizes['K']} to {parts}"
     return f"{span} of {sizes.get('H') or sizes.get('I')}"
 
 
@@ -73,12 +80,14 @@ def _print(num_files: int, gpu: dict[str, str], reason: str, rows: list[dict[str
     table = Table("operator", "promise", "shapes", "elements", "mismatches", "verdict")
     table.columns[0].no_wrap = True
     for row in rows:
+        # A product that lacks its parts' bits is no fault of the machine's: it is not joined.
+        failure = "apart" if row["operator"] == JOINED else "FAILS"
         table.add_row(
             row["operator"],
             f"{row['level']}: {row['against']}",
             f"{row['shapes']} {row['dtype']}",
             f"{row['elements']:,}",
             f"{row['mismatches']:,}",
-            "holds" if row["holds"] else f"FAILS: {row['first'] or 'nothing was compared'}",
+            "holds" if row["holds"] else f"{failure}: {row['first'] or 'nothing was compared'}",
         )
     console.print(table)

@@ -26,7 +26,8 @@ from looptrt.loop_spec import (
     RopeScalingKind,
     RopeStyle,
 )
-from looptrt.plugins import ops  # defines torch.ops.looptrt
+from looptrt.plugins import ops  # noqa: F401 - defines torch.ops.looptrt
+from looptrt.plugins.products import JoinedProduct, Products
 
 EMBEDDING = "prelude.embedding.weight"
 HEAD = "coda.head.weight"
@@ -140,7 +141,13 @@ class Layer(nn.Module):
         place: (table row, slot) of the layer's KV.
         dtype: dtype of weights and activations.
         device: where the weights live.
+
+    Attributes:
+        products: how its matrix products are computed; see `LoopedModel.use_products`.
+        joined: those of them that hold several of the checkpoint's matrices.
     """
+
+    products = Products()
 
     def __init__(
         self,
@@ -174,6 +181,9 @@ class Layer(nn.Module):
         self.norm_4 = weight(hidden) if closes else None
         self._qk_norm_eps = spec.norm_eps if spec.qk_norm else None
         self._has_bias = spec.qk_bias
+        self._qkv = JoinedProduct(hidden, (query_size, key_size, key_size))
+        self._gate_up = JoinedProduct(hidden, (wide, wide))
+        self.joined = () if spec.packed_projections else (self._qkv, self._gate_up)
         self._heads = {
             "num_heads": spec.num_heads,
             "num_kv_heads": spec.num_kv_heads,
@@ -190,7 +200,7 @@ class Layer(nn.Module):
 
     def attend(self, y: Tensor, kv: KVInputs, rope: Rope) -> Tensor:
         """Attention sublayer of its input rows, [R, H] to [R, H]."""
-        qkv = ops.linear(y, self.qkv.weight)
+        qkv = self.products.joined(y, self.qkv.weight, self._qkv)
         if self._qk_norm_eps is not None:
             norms = self.q_norm.weight, self.k_norm.weight
             qkv = _OPS.fenced_qk_norm(qkv, *norms, **self._heads, eps=self._qk_norm_eps)
@@ -202,13 +212,12 @@ class Layer(nn.Module):
         else:
             qkv = _OPS.fenced_rope(qkv, *turn, **self._heads, interleaved=self._interleaved)
         attended = _OPS.packed_plane_attention(qkv, *kv, **self._heads, **self._kv_place)
-        return ops.linear(attended, self.o.weight)
+        return self.products.linear(attended, self.o.weight)
 
     def mlp(self, y: Tensor) -> Tensor:
         """MLP sublayer of its input rows, [R, H] to [R, H]."""
-        return ops.linear(
-            _OPS.fenced_silu_mul(ops.linear(y, self.gate_up.weight)), self.down.weight
-        )
+        gate_up = self.products.joined(y, self.gate_up.weight, self._gate_up)
+        return self.products.linear(_OPS.fenced_silu_mul(gate_up), self.down.weight)
 
 
 def _open(h: Tensor, opening: Tensor | None, eps: float) -> Tensor:
@@ -268,10 +277,12 @@ class Phase(nn.Module):
     Attributes:
         input_names: inputs of `forward`, in order.
         output_names: results of `forward`, in order; no output is named like an input.
+        products: how matrix products outside its layers are computed.
     """
 
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
+    products = Products()
 
     def __init__(self, spec: LoopSpec, layers: Sequence[Layer], rope: Rope) -> None:
         super().__init__()
@@ -439,7 +450,7 @@ class Core(Phase):
             [R, H] their next state.
         """
         if injection is not None:
-            h = ops.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
+            h = self.products.linear(torch.cat((h, injection), dim=1), self.adapter.weight)
             if self.spec.skip_first_adapter:
                 # A select, so that the first loop's input is the injection's own bits.
                 h = torch.where(inputs["plane"] == 0, injection, h)
@@ -486,7 +497,7 @@ class Coda(Phase):
         h = _OPS.compact_gather(h, inputs["logit_rows"])
         if self.spec.norm_before_head:
             h = _OPS.fenced_rms_norm(h, self.norm.weight, eps=eps)
-        return ops.linear(h, self.head.weight).to(self._logits_dtype)
+        return self.products.linear(h, self.head.weight).to(self._logits_dtype)
 
 
 class LoopedModel(nn.Module):
@@ -501,6 +512,17 @@ class LoopedModel(nn.Module):
         self.prelude = prelude
         self.core = core
         self.coda = coda
+
+    def use_products(self, products: Products) -> None:
+        """Compute the matrix products of all phases so from now on."""
+        for module in self.modules():
+            if isinstance(module, Layer | Phase):
+                module.products = products
+
+    def joined_products(self) -> tuple[JoinedProduct, ...]:
+        """Products of several matrices each, which the checkpoint's own model multiplies apart."""
+        layers = [module for module in self.modules() if isinstance(module, Layer)]
+        return tuple(dict.fromkeys(product for layer in layers for product in layer.joined))
 
 
 def build(

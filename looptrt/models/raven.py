@@ -191,6 +191,7 @@ def _parse_huginn(read: ConfigReader, tensors: Mapping[str, Shape]) -> LoopSpec:
         norm_before_coda=True,
         norm_before_head=True,
         qk_bias=read.flag("qk_bias"),
+        packed_projections=True,
         state_std=math.sqrt(2 / (5 * hidden))
         * read.number("init_scale", default=1.0, may_be_zero=True),
         state_scale=math.sqrt(hidden),

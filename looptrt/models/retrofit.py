@@ -90,6 +90,7 @@ def parse(read: ConfigReader, architecture: str, variant: str) -> LoopSpec:
         adapter=True,
         norm_before_head=True,
         qk_norm=is_olmo,
+        packed_projections=True,
         tied_head=read.flag("tie_embeddings", default=True),
         **_initial_state(read, init_values, variant),
     )

@@ -6,14 +6,16 @@ everything runs on torch's current stream, and nothing waits for the GPU but the
 and pinned memory that a transfer still reads.
 
 A step whose rows all run the same loops is one graph from the table updates to the sampled
-tokens. Other small steps are chained graphs, one for the prelude and one for each loop, with
-plane copies and exits between them. Steps of more rows than `padding.MAX_GRAPH_ROWS` are launched
-kernel by kernel.
+tokens; where requests read their logits it leaves those too, and the host finishes their rows.
+Other small steps are chained graphs, one for the prelude and one for each loop, with plane copies
+and exits between them. Steps of more rows than `padding.MAX_GRAPH_ROWS` are launched kernel by
+kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,11 +25,13 @@ import torch
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.plugins import launch, ops
+from looptrt.plugins.products import Products
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import CudaSampler
 from looptrt.runtime.executor.device_memory import DeviceMemory
+from looptrt.runtime.executor.graph_cache import no_memory
 from looptrt.runtime.executor.staging import Staging
 from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.executor.torch import TorchExecutor
@@ -65,6 +69,7 @@ class CudaExecutor(TorchExecutor):
         num_units: int,
         device: torch.device,
     ) -> None:
+        self._held = ExitStack()  # of the process, until this executor is closed
         self._memory: DeviceMemory | None = None
         self._staging = Staging(device)
         super().__init__(
@@ -80,6 +85,13 @@ class CudaExecutor(TorchExecutor):
         self._max_slots = max_slots
         self._graphs: StepGraphs | None = None
         self._shape: StepShape | None = None  # of the running step, where its parts are graphs
+        self._whole_step: StepPlan | None = None  # the newest whose tokens are on the GPU
+
+    def use_products(self, products: Products) -> None:
+        """See `Executor.use_products`; small kernels start early beside our own products."""
+        super().use_products(products)
+        if products.max_skinny_rows:
+            self._held.enter_context(launch.overlapping_kernels())
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """See `Executor.use_graphs`; captures the steps that are sure to come."""
@@ -89,15 +101,19 @@ class CudaExecutor(TorchExecutor):
         on_host |= ops.is_unfused("position_keyed_noise")
         if mode == "off" or (on_host and manifest.spec.initial_state is InitialState.RANDOM):
             return
-        self._graphs = StepGraphs(
-            self._model,
-            manifest.layout,
-            self._kv,
-            null_slot=self._max_slots,
-            sampler=self._cuda_sampler,
-            max_rows=max_rows,
-            whole_steps=mode != "loop",
-        )
+        try:
+            self._graphs = StepGraphs(
+                self._model,
+                manifest.layout,
+                self._kv,
+                null_slot=self._max_slots,
+                sampler=self._cuda_sampler,
+                max_rows=max_rows,
+                logits_dtype=getattr(torch, manifest.logits_dtype),
+                whole_steps=mode != "loop",
+            )
+        except torch.OutOfMemoryError as error:
+            raise no_memory("for what CUDA graphs read and write", self.device) from error
         self._graphs.capture_ahead(self._max_slots)
 
     def allocate_pool(self, num_bytes: int) -> torch.Tensor:
@@ -137,6 +153,8 @@ class CudaExecutor(TorchExecutor):
         shape = None if graphs is None else graphs.whole_shape(plan)
         if graphs is None or shape is None:
             return pending
+        if self._cuda_sampler.serves(plan):
+            self._whole_step = plan
         self._copy(plan.copies.due(0, 1))
         updates = plan.table_updates
         if graphs.has_room(updates, shape):
@@ -145,8 +163,8 @@ class CudaExecutor(TorchExecutor):
         return graphs.submit_whole(plan, shape, None)
 
     def runs_ahead(self, plan: StepPlan) -> bool:
-        """Whether the step is one graph, which leaves its tokens to the next one."""
-        return self._graphs is not None and self._graphs.gives_tokens(plan)
+        """Whether the step was submitted as one graph that leaves its tokens to the next one."""
+        return plan is self._whole_step
 
     def run_phase(self, phase: str, tensors: Mapping[str, torch.Tensor]) -> Tensors:
         """Run a phase by its graph if the step's parts are graphs, else its module."""
@@ -187,6 +205,7 @@ class CudaExecutor(TorchExecutor):
     def close(self) -> None:
         """Give graphs and the pool's memory back, once the GPU is done with them."""
         super().close()
+        self._held.close()
         if self._graphs is not None:
             torch.cuda.synchronize(self.device)
             self._graphs.close()

@@ -68,10 +68,13 @@ class CudaSampler(Sampler):
             self._params["min_ps"][slot] = params.min_p
             self._params["seeds"].view(np.uint64)[slot] = params.seed
 
+    def fits(self, plan: StepPlan) -> bool:
+        """Whether all the kernel is asked for is a token a sample: no prompt row is scored."""
+        return self._fits and not len(plan.prompt_rows)
+
     def serves(self, plan: StepPlan) -> bool:
         """Whether the kernel alone makes the plan's result; logits are not read."""
-        on_host = self._needs_logits[plan.sample_slots].any()
-        return self._fits and not len(plan.prompt_rows) and not on_host
+        return self.fits(plan) and not self._needs_logits[plan.sample_slots].any()
 
     def columns(self, plan: StepPlan, size: int) -> dict[str, np.ndarray]:
         """[size] values of every column: of the plan's samples, then of greedy rows."""
@@ -89,11 +92,24 @@ class CudaSampler(Sampler):
         """Choose one token for each of the plan's samples; see `Sampler.sample`."""
         if not self._fits:
             return super().sample(logits.cpu(), plan)
-        num_samples = len(plan.logit_rows)
-        tokens, has_failed = self._choose(logits[:num_samples], plan)
-        result = self.result(plan, tokens, has_failed)
+        tokens, has_failed = self._choose(logits[: len(plan.logit_rows)], plan)
         if self.serves(plan):
-            return result
+            return self.result(plan, tokens, has_failed)
+        return self.read(logits, plan, tokens, has_failed)
+
+    def read(
+        self, logits: Tensor, plan: StepPlan, tokens: Int32Array, has_failed: Int32Array
+    ) -> StepResult:
+        """The step's result where requests read logits: their rows come to the host.
+
+        Args:
+            logits: as in `sample`.
+            plan: the step.
+            tokens: [num_samples] of the kernel; those of requests that read logits are replaced.
+            has_failed: [num_samples] of the kernel.
+        """
+        num_samples = len(plan.logit_rows)
+        result = self.result(plan, tokens, has_failed)
         on_host = np.flatnonzero(self._needs_logits[plan.sample_slots]).tolist()
         rows = torch.tensor([*on_host, *range(num_samples, len(logits))], device=logits.device)
         part = replace(

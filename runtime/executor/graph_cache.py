@@ -38,6 +38,15 @@ class GraphCounters:
     capture_s: float = 0.0
 
 
+def no_memory(what: str, device: torch.device) -> EngineError:
+    """An error that says for what of the graphs there is no memory, and the numbers."""
+    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+    return EngineError(
+        f"no memory {what}: {free_bytes} of {total_bytes} bytes are free; lower "
+        "kv_cache_free_gpu_memory_fraction or kv_cache_bytes, or set cuda_graphs to off"
+    )
+
+
 class GraphCache:
     """Graphs of one device.
 
@@ -98,12 +107,7 @@ class GraphCache:
             ):
                 work()
         except torch.OutOfMemoryError as error:
-            free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-            raise EngineError(
-                f"no memory to capture a CUDA graph of {key}: {free_bytes} of {total_bytes} bytes "
-                "are free; lower kv_cache_free_gpu_memory_fraction or kv_cache_bytes, or set "
-                "cuda_graphs to off"
-            ) from error
+            raise no_memory(f"to capture a CUDA graph of {key}", self._device) from error
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
             self.counters.evictions += 1

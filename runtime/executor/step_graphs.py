@@ -38,6 +38,10 @@ from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult, TableUp
 
 _T = TypeVar("_T")
 
+# More logits than that are not kept: 65 MB for a vocabulary of 65,536. Steps that need more run
+# as chained graphs, whose coda and sampler are none.
+_MAX_READ_SAMPLES = 256
+
 _logger = logging.getLogger(__name__)
 
 
@@ -51,6 +55,7 @@ class StepGraphs:
         null_slot: row of the block table that holds null units only.
         sampler: of the executor.
         max_rows: rows of the largest step.
+        logits_dtype: of the coda.
         whole_steps: whether a step may be one graph; False captures loops alone.
     """
 
@@ -63,6 +68,7 @@ class StepGraphs:
         null_slot: int,
         sampler: CudaSampler,
         max_rows: int,
+        logits_dtype: torch.dtype,
         whole_steps: bool,
     ) -> None:
         table = kv["block_table"]
@@ -87,6 +93,11 @@ class StepGraphs:
         self._transfers = Transfers()
         # By slot, so that a step can run before the host has seen the tokens of the one before.
         self._newest = torch.zeros(null_slot + 1, dtype=torch.int32, device=self._device)
+        # Of whole steps with a request that reads them; by row, then token.
+        sizes = [shape.samples for shape in usual_shapes(null_slot, self._max_rows)]
+        kept = max(size for size in sizes if size <= _MAX_READ_SAMPLES) if whole_steps else 0
+        vocab = kept, model.spec.vocab_size
+        self._logits = torch.zeros(vocab, dtype=logits_dtype, device=self._device)
 
     # ---- whole steps
 
@@ -94,13 +105,12 @@ class StepGraphs:
         """The shape of the one graph that is this step; None if it is not one."""
         if not self._whole_steps or plan.exits is not None or plan.copies.due(1) is not None:
             return None
-        if (plan.depths != plan.depths[0]).any() or not self._sampler.serves(plan):
+        if (plan.depths != plan.depths[0]).any() or not self._sampler.fits(plan):
             return None
-        return self._within_limit(step_shape(plan, shrinks=False))
-
-    def gives_tokens(self, plan: StepPlan) -> bool:
-        """Whether a step after this one may run rows whose token this one samples."""
-        return self.whole_shape(plan) is not None
+        shape = self._within_limit(step_shape(plan, shrinks=False))
+        if shape is None or self._sampler.serves(plan) or shape.samples <= len(self._logits):
+            return shape
+        return None
 
     def has_room(self, updates: TableUpdates, shape: StepShape) -> bool:
         """Whether a whole step takes these table updates along."""
@@ -111,6 +121,9 @@ class StepGraphs:
     ) -> Callable[[], StepResult]:
         """Enqueue a whole step; what is returned waits for its tokens.
 
+        Rows of requests that read their logits are finished on the host then, before another
+        step is submitted.
+
         Args:
             plan: the step, its plane copies done. Where every sequence has one row, a token
                 below 0 stands for the one sampled last for its slot.
@@ -118,11 +131,14 @@ class StepGraphs:
             updates: applied at the step's start; None where that is done.
         """
         self._fill(plan, shape, updates)
-        self.cache.run(*self._whole(shape, plan.num_loops))
+        is_read, count = not self._sampler.serves(plan), len(plan.logit_rows)
+        self.cache.run(*self._whole(shape, plan.num_loops, is_read))
         wait = self._transfers.to_host(self._results[shape])
 
         def result() -> StepResult:
-            tokens, failed = wait()[:, : len(plan.logit_rows)]
+            tokens, failed = wait()[:, :count]
+            if is_read:
+                return self._sampler.read(self._logits[:count], plan, tokens, failed)
             return self._sampler.result(plan, tokens, failed)
 
         return result
@@ -135,7 +151,7 @@ class StepGraphs:
         num_loops = min(self._model.spec.num_loops, self._layout.max_loops)
         for shape in usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]:
             self._fill(_EMPTY, shape, None)
-            key, work = self._whole(shape, num_loops)
+            key, work = self._whole(shape, num_loops, False)
             self.cache.capture(key, work)
         torch.cuda.synchronize(self._device)
         count = self.cache.counters.captures
@@ -161,12 +177,15 @@ class StepGraphs:
             }
         )
 
-    def _whole(self, shape: StepShape, num_loops: int) -> tuple[Hashable, Callable[[], None]]:
-        return ("step", shape, num_loops), partial(self._run_whole, shape, num_loops)
+    def _whole(
+        self, shape: StepShape, num_loops: int, is_read: bool
+    ) -> tuple[Hashable, Callable[[], None]]:
+        key = "step", shape, num_loops, is_read
+        return key, partial(self._run_whole, shape, num_loops, is_read)
 
     @torch.inference_mode()
-    def _run_whole(self, shape: StepShape, num_loops: int) -> None:
-        """Table updates, prelude, loops, coda and sampler."""
+    def _run_whole(self, shape: StepShape, num_loops: int, is_read: bool) -> None:
+        """Table updates, prelude, loops, coda and sampler; logits that are read are kept."""
         tensors = self._arena(shape).tensors
         table = self._kv["block_table"]
         launch.update_tables(table, *(tensors[name] for name in ("slots", "pages", "units")))
@@ -180,6 +199,8 @@ class StepGraphs:
             plane = self._planes[self._layout.strategy.plane(loop_idx)]
             state = self._model.core.loop(state, injection, {**inputs, "plane": plane})
         logits = self._model.coda.run({**inputs, "state": state})["logits"]
+        if is_read:
+            self._logits[: shape.samples].copy_(logits)
         columns = {name: tensors[f"sampled_{name}"] for name in COLUMNS}
         chosen = launch.sample(logits, **columns)
         self._newest.index_copy_(0, tensors["sample_slots"], chosen[0])

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import ManifestError
 from looptrt.manifest import WEIGHTS_NAME, Manifest
+from looptrt.plugins.products import Products
 from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda import CudaExecutor
@@ -77,6 +78,9 @@ class TensorRtExecutor(CudaExecutor):
             first = self._first_row()
             return {"logits": engine.run({**tensors, "logit_rows": first})["logits"][:0]}
         return engine.run(tensors)
+
+    def use_products(self, products: Products) -> None:
+        """Nothing: an engine's products are its own."""
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """Nothing: an engine's enqueue is not captured."""

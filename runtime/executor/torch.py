@@ -18,6 +18,7 @@ from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.models.blocks import Phase
 from looptrt.models.weights import load_model
+from looptrt.plugins.products import Products
 from looptrt.plugins.reference import plane_copy, update_tables
 from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Executor, Tensors
@@ -83,6 +84,10 @@ class TorchExecutor(Executor):
         """Run a phase's module."""
         module: Phase = self._phases[phase]
         return module.run(tensors)
+
+    def use_products(self, products: Products) -> None:
+        """See `Executor.use_products`."""
+        self._model.use_products(products)
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """Nothing: a CPU has no graphs."""

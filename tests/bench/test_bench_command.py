@@ -184,8 +184,10 @@ def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) 
     lengths = ("--concurrency", "3", "--prompt-tokens", "24", "--output-tokens", "4")
     quality = ("--questions", str(questions), "--answer-tokens", "7", "--loops", "2")
     changes = ("--change", "prefix cache", "--change", "plane units", "--change", "shallow prompt")
-    result = bench("ladder", *lengths, *quality, *changes, "--markdown", str(table))
+    not_here = ("--change", "CUDA graphs")
+    result = bench("ladder", *lengths, *quality, *changes, *not_here, "--markdown", str(table))
     check_frame(result, "ladder")
+    assert result["needs_gpu"] == ["CUDA graphs"]
     units, cache, shallow = (
         result["arms"][name] for name in ("plane units", "prefix cache", "shallow prompt")
     )
@@ -201,9 +203,10 @@ def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) 
     assert shallow["is_default"] is False
     lines = table.read_text().splitlines()
     assert lines[2].startswith("| rung | change |")
-    assert [line.split(" | ")[1] for line in lines[4:]] == [
+    assert [line.split(" | ")[1] for line in lines[4:7]] == [
         *("plane units", "prefix cache", "shallow prompt"),
     ]
+    assert lines[7:] == ["", "Not compared, for want of a GPU: CUDA graphs."]
 
 
 def test_an_r0_change_with_other_answers_is_named_and_the_exit_code(
@@ -253,6 +256,10 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
         (("poisson", "--lengths", "5"), "expected PROMPT:ANSWER"),
         (("ladder", "--change", "magic"), "change 'magic': expected one of"),
         (("ladder", "--arm", "base"), "unrecognized arguments"),
+        (
+            ("ladder", "--change", "CUDA graphs", "--output-tokens", "8"),
+            "CUDA graphs: there is nothing to compare",
+        ),
         (("burst", "--out", "/nowhere/x.json"), "there is no folder /nowhere"),
         (("burst", "--arm", "x=max_batch_size:9"), "arm x: max_batch_size: expected at most 4"),
     ],

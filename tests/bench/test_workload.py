@@ -238,6 +238,21 @@ def test_every_change_has_one_side_that_is_the_default() -> None:
         assert (names[0] == "default") is change.is_default
 
 
+def test_the_table_in_the_docs_is_that_of_the_changes() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "bench.md").read_text("utf-8")
+    lines = text.partition("| change | rung |")[2].partition("\n\n")[0].splitlines()[2:]
+    told = {}
+    for line in lines:
+        name, rung, default, switch = (cell.strip() for cell in line.strip("|").split("|"))
+        told[name] = (rung[:2], default.partition(":")[0] == "yes", switch.split("`")[1])
+    for change in CHANGES:
+        switches = {*change.on, *change.off, *change.on_request, *change.off_request}
+        rung, is_default, switch = told.pop(change.name)
+        assert (rung, is_default) == (change.rung, change.is_default), change.name
+        assert switch in (switches or {"kv_layout"}), change.name
+    assert told == {}
+
+
 def test_the_default_is_read_off_the_settings_and_not_declared() -> None:
     (cache,) = changes_named(("prefix cache",))
     assert cache.is_default

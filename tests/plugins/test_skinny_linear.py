@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from looptrt.errors import PluginError
-from looptrt.plugins import launch, ops
+from looptrt.plugins import launch
+from looptrt.plugins.products import Products
 from tests.plugins.pools import assert_bitwise
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -30,13 +30,6 @@ SHAPES = [
 ]
 
 gpu = pytest.mark.gpu
-
-
-@pytest.fixture
-def skinny() -> Iterator[None]:
-    ops.use_skinny_linear(4)
-    yield
-    ops.use_skinny_linear(0)
 
 
 def operands(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -130,31 +123,30 @@ def test_what_it_cannot_take_is_refused_by_name() -> None:
 
 
 @gpu
-@pytest.mark.usefixtures("skinny")
 def test_the_switch_takes_few_rows_and_leaves_the_rest_to_torch() -> None:
+    skinny = Products(max_skinny_rows=4)
     x, weight = operands(5, 96, 64, BF16)
-    assert_bitwise(ops.linear(x[:4], weight), launch.skinny_linear(x[:4], weight))
-    assert_bitwise(ops.linear(x, weight), F.linear(x, weight))
+    assert_bitwise(skinny.linear(x[:4], weight), launch.skinny_linear(x[:4], weight))
+    assert_bitwise(skinny.linear(x, weight), F.linear(x, weight))
     wide = x[:2].float(), weight.float()
-    assert_bitwise(ops.linear(*wide), F.linear(*wide))
+    assert_bitwise(skinny.linear(*wide), F.linear(*wide))
 
 
 def test_the_switch_has_a_limit_of_rows() -> None:
-    with pytest.raises(PluginError, match=r"expected 0..16 rows, got 17"):
-        ops.use_skinny_linear(17)
+    for count in (17, -1):
+        with pytest.raises(PluginError, match=rf"expected 0..16 rows, got {count}"):
+            Products(max_skinny_rows=count)
 
 
-def test_linear_is_torchs_on_the_cpu_and_in_a_traced_graph(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ops, "_max_skinny_rows", 4)
+def test_products_are_torchs_on_the_cpu_and_in_a_traced_graph() -> None:
+    skinny = Products(max_skinny_rows=4)
     x, weight = torch.randn(2, 8), torch.randn(3, 8)
-    assert_bitwise(ops.linear(x, weight), F.linear(x, weight))
-    assert ops.linear(x.to("meta"), weight.to("meta")).shape == (2, 3)
+    assert_bitwise(skinny.linear(x, weight), F.linear(x, weight))
+    assert skinny.linear(x.to("meta"), weight.to("meta")).shape == (2, 3)
 
     class Layer(torch.nn.Module):
         def forward(self, x: Tensor, weight: Tensor) -> Tensor:
-            return ops.linear(x, weight)
+            return skinny.linear(x, weight)
 
     exported = torch.export.export(Layer(), (x.bfloat16(), weight.bfloat16()))
     assert "aten.linear" in str(exported.graph)

@@ -157,6 +157,9 @@ def test_verify_is_content_with_sound_kernels_only(
     checks = {(check["operator"], check["level"]): check for check in report["checks"]}
     assert len(checks[("fenced_silu_mul", "equals_torch")]["rows"]) > 256
     assert checks[("packed_plane_attention", "batch_invariant")]["elements"] > 10**5
+    joined = report["joined_products"]
+    assert len(joined) == (2 if model == "ouro" else 0)
+    assert all(len(row["rows"]) > 256 and row["elements"] > 10**5 for row in joined)
 
     def wrong(gate_up: torch.Tensor) -> torch.Tensor:
         y = reference.fenced_silu_mul(gate_up)

@@ -236,9 +236,9 @@ def test_graphs_are_of_no_more_loops_than_the_engine_was_built_for(
     captured: list[int] = []
     capture = StepGraphs._whole
 
-    def whole(self: StepGraphs, shape: StepShape, num_loops: int) -> Any:
+    def whole(self: StepGraphs, shape: StepShape, num_loops: int, is_read: bool) -> Any:
         captured.append(num_loops)
-        return capture(self, shape, num_loops)
+        return capture(self, shape, num_loops, is_read)
 
     monkeypatch.setattr(StepGraphs, "_whole", whole)
     tiny_ouro(tmp_path / "c")

@@ -13,8 +13,14 @@ import torch
 
 from looptrt.builder.build import BuildConfig, build
 from looptrt.cli import main
-from looptrt.cli.verify_engine import NOT_TESTED
-from looptrt.plugins import reference, unfused
+from looptrt.cli.verify_engine import JOINED, NOT_TESTED
+from looptrt.plugins import probe_products, reference, unfused
+from looptrt.plugins.probe import Verdict
+from looptrt.plugins.probe_products import call_of
+from looptrt.plugins.products import JoinedProduct
+from looptrt.plugins.schema import Exactness
+from looptrt.runtime import engine_checks
+from looptrt.runtime.engine_checks import EngineReport
 from tests.support.checkpoints import tiny_huginn
 
 no_cuda = pytest.mark.skipif(torch.version.cuda is not None, reason="torch is built with CUDA")
@@ -60,6 +66,31 @@ def test_strict_ends_with_1_on_a_mismatch(
     assert main(["verify", str(engine_dir), *CPU, "--strict", "--json"]) == 1
     (check,) = json.loads(capsys.readouterr().out)["checks"]
     assert check["mismatches"] > 0
+
+
+def test_a_joined_product_that_differs_is_told_and_no_fault(
+    engine_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine computes it apart; the GPU's part of the report is played."""
+    sound, differs = (
+        Verdict(call_of(product, "bfloat16"), Exactness.EQUALS_TORCH, "its parts", [1, 24])
+        for product in (JoinedProduct(64, (64, 32, 32)), JoinedProduct(64, (96, 96)))
+    )
+    sound.count("none", 0, 4096)
+    differs.count("bfloat16 [24, 64]", 5, 4608)
+    gpu = {"gpu": "a GPU", "driver": "1", "torch": "2", "cuda": "13", "library": "0" * 64}
+    report = EngineReport(5, gpu, "", [], [sound, differs])
+    monkeypatch.setattr(engine_checks, "check_engine", lambda *_: report)
+    assert main(["verify", str(engine_dir), "--strict"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert JOINED in shown
+    assert "apart:" in shown
+    assert "FAILS" not in shown
+    assert main(["verify", str(engine_dir), "--strict", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [row["holds"] for row in told["joined_products"]] == [True, False]
+    assert told["joined_products"][1]["shapes"] == "1..24 rows of 64 to 96 + 96"
+    assert told["joined_products"][1]["operator"] == probe_products.JOINED == JOINED
 
 
 def test_a_changed_file_ends_it(

@@ -1,0 +1,116 @@
+"""How an engine's matrix products run here: what was asked, held against device and probe.
+
+Owns that decision and its refusals; leaves the comparison to `plugins.probe_products` and running
+to `plugins.products`. Invariant: a product is joined although its parts are apart in the
+checkpoint only where its bits were compared and equal, or where the configuration says so, or on
+a CPU, where nothing is compared.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from looptrt.errors import EngineError
+from looptrt.manifest import TENSORRT_BACKENDS, Manifest
+from looptrt.models.weights import empty_model
+from looptrt.plugins.probe import QUICK_ROWS, Clock, Verdict
+from looptrt.plugins.probe_products import probe_products, product_of
+from looptrt.plugins.products import JoinedProduct, Products
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.kernel_checks import recalled
+from looptrt.runtime.padding import PACKED_SIZES, SIZES, size_for
+
+# Of steps too large for a graph, which have any row count: a sample.
+_LARGE_ROWS = (1536, 2048, 3072, 4096, 6144, 8192)
+_SIXTEEN_BITS = ("bfloat16", "float16")
+
+_logger = logging.getLogger(__name__)
+
+
+def check_asked(config: EngineConfig, dtype: str, backend: str, device: torch.device) -> None:
+    """Refuse settings of products that nothing here could follow.
+
+    Args:
+        config: what was asked.
+        dtype: the engine's.
+        backend: that runs it.
+        device: where.
+
+    Raises:
+        EngineError: names the field and why.
+    """
+    rows = config.skinny_linear_rows
+    if backend in TENSORRT_BACKENDS:
+        own = f"backend {backend} computes matrix products its own way"
+        if rows:
+            raise EngineError(f"skinny_linear_rows: expected 0, got {rows}: {own}")
+        if config.joined_projections != "exact":
+            raise EngineError(
+                f"joined_projections: expected exact, got {config.joined_projections}: {own}"
+            )
+    if rows and device.type != "cuda":
+        raise EngineError(
+            f"skinny_linear_rows: expected 0, got {rows}: the engine runs on device {device}, "
+            "the kernel on a GPU"
+        )
+    if rows and dtype not in _SIXTEEN_BITS:
+        raise EngineError(
+            f"skinny_linear_rows: expected 0, got {rows}: the engine's dtype is {dtype}, the "
+            f"kernel takes {' and '.join(_SIXTEEN_BITS)}"
+        )
+
+
+def settle_products(manifest: Manifest, config: EngineConfig, device: torch.device) -> Products:
+    """Decide how the model's products are computed, checking those that are joined on a GPU.
+
+    Args:
+        manifest: of an engine whose phases run as torch modules.
+        config: what was asked; see `check_asked`.
+        device: where the engine runs.
+    """
+    apart: Sequence[JoinedProduct] = ()
+    if config.joined_projections == "never":
+        apart = empty_model(manifest).joined_products()
+    elif config.joined_projections == "exact" and device.type == "cuda":
+        apart = act_on(_verdicts(manifest, config, device))
+        torch.cuda.empty_cache()
+    return Products(config.skinny_linear_rows, frozenset(apart))
+
+
+def act_on(verdicts: Sequence[Verdict]) -> list[JoinedProduct]:
+    """Products to compute part by part: those that differ at any row count compared."""
+    failed = [verdict for verdict in verdicts if not verdict.holds]
+    for verdict in failed:
+        _logger.warning(
+            "projections run apart, as joined they lack the bits of their own products "
+            "(joined_projections always joins them all the same): %s",
+            verdict.first or "nothing was compared",
+        )
+    if verdicts:
+        held = len(verdicts) - len(failed)
+        _logger.info("%d of %d joined products have their parts' bits", held, len(verdicts))
+    return [product_of(verdict) for verdict in failed]
+
+
+def row_counts(manifest: Manifest, quick: Sequence[int] = QUICK_ROWS) -> list[int]:
+    """Row counts to compare: `quick`, those of graphs, a few large, and the largest step's."""
+    largest = manifest.limits.max_num_tokens
+    most = max(largest, size_for(largest) or 0)  # a graph may be larger than any step
+    counts = dict.fromkeys((*quick, *SIZES, *PACKED_SIZES, *_LARGE_ROWS, largest))
+    return [count for count in counts if count <= most]
+
+
+def _verdicts(manifest: Manifest, config: EngineConfig, device: torch.device) -> list[Verdict]:
+    products, rows = empty_model(manifest).joined_products(), row_counts(manifest)
+    if not products:
+        return []
+
+    def probe(clock: Clock) -> list[Verdict]:
+        return probe_products(products, rows, manifest.dtype, device, clock)
+
+    question = {"products": list(map(asdict, products)), "rows": rows, "dtype": manifest.dtype}
+    return recalled(question, probe, device, config)
