@@ -12,7 +12,7 @@ PYTEST := $(BIN)/pytest -n auto --maxprocesses 4 --dist loadfile
 NOT_HERE := not gpu and not multi_gpu and not nightly
 CUDA_ARCHITECTURES ?= 80;90
 LIBRARY := build/cuda/liblooptrt_plugins.so
-CXX_SOURCES = $(shell find plugins -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
+CXX_SOURCES = $(shell find plugins tests/emulator -name '*.cu' -o -name '*.cuh' -o -name '*.h' -o -name '*.cpp')
 
 # A candidate counts only if it runs: shims of absent versions sit on PATH on some machines.
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))

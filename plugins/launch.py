@@ -377,8 +377,9 @@ def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     Sums are float32, ordered by K alone and rounded once: an element's bits depend on its rows of
     x and weight, not on their neighbours (level batch_invariant). They are not cuBLAS's.
-    The kernel reads weight before its predecessor on the stream has ended, so the kernel called
-    just before must not write it; x may be its result.
+    The kernel reads weight before its predecessor on the stream has ended, which may itself have
+    started so: neither of the two kernels called before may write it. x may be the result of the
+    one just before.
 
     Args:
         x: [R, K], R at most `MAX_SKINNY_ROWS`.

@@ -1,0 +1,106 @@
+"""One-line faults of the kernels that their tests on the CPU must find."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.emulator import attention_checks, linear_checks
+from tests.emulator.build import BuildError, Mutation, build
+from tests.emulator.emulated import ORDERS, Emulated, EmulatorError
+
+pytestmark = pytest.mark.full
+
+FOUND = 10  # exit status of a child whose check failed
+CHILD_TIMEOUT_S = 200.0
+DECODE = "kernels/packed_plane_attention_decode.cu"
+PREFILL = "kernels/packed_plane_attention_prefill.cu"
+TILE = "kernels/packed_plane_attention_tile.cuh"
+LINEAR = "kernels/skinny_linear.cu"
+
+
+def attention_is_right(_: Emulated) -> None:
+    attention_checks.results_are_near_float64(attention_checks.FAST[0])
+
+
+def linear_is_right(_: Emulated) -> None:
+    for rows in (3, 16):
+        linear_checks.is_near_float64(rows, 37, 200, linear_checks.BF16)
+
+
+def linear_chain_is_right(library: Emulated) -> None:
+    linear_checks.a_chain_reads_what_it_wrote(library, 2)
+
+
+MUTATIONS = {
+    "a wait for one group too few": (
+        Mutation(
+            DECODE,
+            "default:\n        waitForCopiesBut<0>();",
+            "default:\n        waitForCopiesBut<1>();",
+        ),
+        attention_is_right,
+    ),
+    "no barrier between two tiles": (  # keys of the last tile are taken for addresses
+        Mutation(
+            PREFILL,
+            "    waitForCopiesBut<0>();\n    __syncthreads();\n",
+            "    waitForCopiesBut<0>();\n",
+        ),
+        attention_is_right,
+    ),
+    "a mask off by one": (
+        Mutation(TILE, "i % 2 > positions[i / 2])", "i % 2 > positions[i / 2] + 1)"),
+        attention_is_right,
+    ),
+    "no barrier before sums are folded": (
+        Mutation(
+            LINEAR,
+            "    __syncthreads();\n    int const folded_tile",
+            "    int const folded_tile",
+        ),
+        linear_is_right,
+    ),
+    "x read before the kernel before has made it": (
+        Mutation(LINEAR, "  waitForInputs();\n\n  Inputs<T> in", "  Inputs<T> in"),
+        linear_chain_is_right,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_checks_find(name: str, tmp_path: Path) -> None:
+    """In a child: what a fault does to addresses may end a process."""
+    mutation, check = MUTATIONS[name]
+    kernels = "skinny_linear" if mutation.file == LINEAR else "packed_plane_attention"
+    library = Emulated(build(tmp_path, (kernels,), mutation=mutation))
+    child = multiprocessing.get_context("fork").Process(target=run, args=(library, check))
+    child.start()
+    child.join(CHILD_TIMEOUT_S)
+    if child.exitcode is None:
+        child.kill()
+        child.join()
+    assert child.exitcode in (FOUND, -signal.SIGSEGV, -signal.SIGABRT)
+
+
+def run(library: Emulated, check: Callable[[Emulated], None]) -> None:
+    """Ends the process with `FOUND` if a check fails in some order."""
+    faulthandler.disable()  # a fault is expected, and told by the exit status
+    try:
+        for order in ORDERS:
+            with library.in_use(order):
+                check(library)
+    except (AssertionError, EmulatorError):
+        sys.exit(FOUND)
+
+
+def test_a_mutation_that_changes_nothing_is_refused(tmp_path: Path) -> None:
+    for mutation in (Mutation(LINEAR, "no such text", "x"), Mutation(LINEAR, "kWarps", "kWarps")):
+        with pytest.raises(BuildError, match=r"is there \d+ times"):
+            build(tmp_path, ("skinny_linear",), mutation=mutation)
