@@ -508,8 +508,14 @@ class Scheduler:
         slot = self._start(request, parent.pages[:full], num_shared, request.num_prompt)
         if slot is None:
             return 0
+        # What follows is named after these pages, whatever depths they were computed at.
+        request.page_keys[:] = parent.page_keys[:full]
+        request.token_keys[:] = parent.token_keys[:full]
         if partial:
-            units = zip(parent.pages[full].units, request.pages[full].units, strict=True)
+            # The parent's column, not its page: that has fewer planes where its tokens stopped
+            # early and a preemption made it compute them again.
+            sources = self.kv.table.units[parent.slot, :, full].tolist()
+            units = zip(sources, request.pages[full].units, strict=False)
             self._fork_copies += [(0, source, target, 0, partial) for source, target in units]
         self.slots.num_computed[slot] = num_shared
         return 1

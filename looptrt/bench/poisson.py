@@ -1,7 +1,8 @@
 """`looptrt bench poisson`: requests that arrive by chance, and the highest rate that holds.
 
 Owns rates, lengths and the search; leaves requests to `runs`. Invariant: at a rate every arm
-gets the same requests at the same times, and a rate holds only if every request was answered.
+gets the same requests at the same times, and a rate holds only if every request was answered
+and they came for long enough to form a queue where the engine does not keep up.
 """
 
 from __future__ import annotations
@@ -31,10 +32,12 @@ class Poisson:
     Attributes:
         rates: arrivals a second, a cell for each.
         lengths: of prompts and answers, each as likely.
-        num_requests: of a run.
+        num_requests: of a run; of one in the search at least.
         threshold_ms: find the highest rate whose median latency per output token stays at or
             under this; None does not search.
         search_steps: halvings of the interval in which that rate lies.
+        search_s: how long requests come at least in a run of the search. A few that all come
+            at once would be a burst, whose latency has an end at any rate.
     """
 
     rates: tuple[float, ...] = (1.0, 2.0, 4.0)
@@ -42,6 +45,7 @@ class Poisson:
     num_requests: int = 64
     threshold_ms: float | None = None
     search_steps: int = 4
+    search_s: float = 30.0
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
@@ -52,6 +56,8 @@ class Poisson:
             raise EngineError("lengths: expected at least one pair")
         if self.threshold_ms is not None and not 0 < self.threshold_ms < math.inf:
             raise EngineError(f"threshold_ms: expected a number above 0, got {self.threshold_ms}")
+        if not 0 < self.search_s < math.inf:
+            raise EngineError(f"search_s: expected seconds above 0, got {self.search_s}")
 
     def to_json(self) -> dict[str, Any]:
         """What was asked."""
@@ -76,7 +82,8 @@ def measure(setup: Setup, poisson: Poisson) -> dict[str, Any]:
 
             def once(name: str, repeat: int, rate: float = rate) -> Outcome:
                 setup.on_run(f"{name}: {rate:g} requests/s", runs)
-                return _run(setup, poisson, arms[name], llms[name], rate, repeat)
+                count = poisson.num_requests
+                return _run(setup, poisson, arms[name], llms[name], rate, repeat, count)
 
             outcomes = interleave(list(arms), setup.repeats, once)
             for name, cell in compared(outcomes).items():
@@ -96,9 +103,17 @@ def measure(setup: Setup, poisson: Poisson) -> dict[str, Any]:
         )
 
 
-def _run(setup: Setup, poisson: Poisson, arm: Arm, llm: LLM, rate: float, repeat: int) -> Outcome:
+def _run(
+    setup: Setup,
+    poisson: Poisson,
+    arm: Arm,
+    llm: LLM,
+    rate: float,
+    repeat: int,
+    num_requests: int,
+) -> Outcome:
     vocab_size, salt = llm.manifest.spec.vocab_size, f"poisson {rate!r} {repeat}"
-    times = arrival_times(rate, poisson.num_requests, setup.seed, repeat)
+    times = arrival_times(rate, num_requests, setup.seed, repeat)
     asks = []
     for index, at_s in enumerate(times):
         # Drawn like the times: by the seed alone, so that runs of any rate ask for the same.
@@ -126,7 +141,8 @@ def _search(setup: Setup, poisson: Poisson, arm: Arm, llm: LLM) -> dict[str, Any
 
     def holds(rate: float) -> bool:
         setup.on_run(f"{arm.name}: searching, {rate:.3g} requests/s", 0)
-        outcome = _run(setup, poisson, arm, llm, rate, len(tried) + 1).run
+        count = max(poisson.num_requests, math.ceil(rate * poisson.search_s))
+        outcome = _run(setup, poisson, arm, llm, rate, len(tried) + 1, count).run
         entry = results.summary(outcome)
         # At a rate that is too high this is an answer to the question, not a fault.
         entry["unanswered"] = entry.pop("failed")

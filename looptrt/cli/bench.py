@@ -51,6 +51,7 @@ _POISSON = (
     ("--lengths", "512:128", "P:A,…", "tokens of prompt and answer, each pair as likely"),
     ("--requests", 64, "N", "of a run"),
     ("--search-steps", 4, "N", "halvings of the interval that --threshold-ms looks in"),
+    ("--search-seconds", 30.0, "S", "for which requests come at least in a run of the search"),
 )
 _LADDER = (
     ("--concurrency", "1,32", "N,…", "requests at once, a cell for each"),
@@ -292,6 +293,7 @@ def _poisson(args: argparse.Namespace, setup: Setup) -> dict[str, Any]:
             num_requests=args.requests,
             threshold_ms=args.threshold_ms,
             search_steps=args.search_steps,
+            search_s=args.search_seconds,
         ),
     )
 

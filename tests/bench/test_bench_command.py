@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from itertools import islice
@@ -166,7 +167,7 @@ def test_sessions_reuse_prompts_and_hits_equal_cold_runs(bench: Bench, grid: int
 def test_poisson_measures_rates_and_finds_the_highest_that_holds(bench: Bench) -> None:
     arguments = ("--rates", "50", "--lengths", "8:4,16:6", "--requests", "4")
     search = ("--threshold-ms", "100000", "--search-steps", "0", "--deadline-s", "60")
-    result = bench("poisson", *arguments, *search)
+    result = bench("poisson", *arguments, *search, "--search-seconds", "0.001")
     check_frame(result, "poisson")
     (cell,) = result["arms"]["default"]["cells"]
     assert cell["median"]["answered"] == 4
@@ -175,6 +176,10 @@ def test_poisson_measures_rates_and_finds_the_highest_that_holds(bench: Bench) -
     rates = [entry["rate"] for entry in found["tried"]]
     assert rates[:3] == [50, 100, 200]
     assert found["highest_rate_held"] == rates[-1]  # nothing exceeds that threshold
+    # For that long they come at every rate: few that come at once would never form a queue.
+    wanted = [max(4, math.ceil(rate * 0.001)) for rate in rates]
+    assert [entry["requests"] for entry in found["tried"]] == wanted
+    assert wanted[-1] > 50
 
 
 def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) -> None:
@@ -297,7 +302,10 @@ def test_every_kind_has_a_picture(bench: Bench, tmp_path: Path, kind: str) -> No
         "burst": ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2"),
         "latency": ("--batches", "1", "--prompt-tokens", "8", "--output-tokens", "8"),
         "sessions": ("--count", "1", "--turns", "1", "--system-tokens", "8", "--turn-tokens", "2"),
-        "poisson": ("--rates", "9", "--lengths", "4:2", "--requests", "2", "--threshold-ms", "1e6"),
+        "poisson": (
+            *("--rates", "9", "--lengths", "4:2", "--requests", "2"),
+            *("--threshold-ms", "1e6", "--search-seconds", "0.001"),
+        ),
         "ladder": ("--change", "prefix cache", "--prompt-tokens", "8", "--output-tokens", "2"),
     }
     picture = tmp_path / "picture.png"

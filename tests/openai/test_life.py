@@ -226,6 +226,23 @@ def test_sigterm_drains_and_exits_0(ouro_dir: Path) -> None:
         assert made.process.wait(DEADLINE_S) == 0
 
 
+def test_collections_in_a_server_leave_out_what_was_loaded(ouro_dir: Path) -> None:
+    """They would stop every stream for as long as they look at the whole HTTP stack."""
+    program = (
+        "import atexit, gc, sys; from looptrt.cli import main\n"
+        "atexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"
+        "sys.exit(main())\n"
+    )
+    with serving_process(ouro_dir, "--num_threads", "1", program=program) as made:
+        assert made.process is not None
+        assert made.process.stdout is not None
+        made.process.send_signal(signal.SIGTERM)
+        assert made.process.wait(DEADLINE_S) == 0
+        name, count = made.process.stdout.read().split()
+    assert name == "frozen"
+    assert int(count) > 20_000
+
+
 def test_killed_engine_is_a_503_that_says_why(ouro_dir: Path) -> None:
     with LLM(ouro_dir, EngineConfig(num_threads=1)) as llm, serving(llm) as made:
         assert isinstance(llm._client, ProcessClient)

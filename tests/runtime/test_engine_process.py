@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import queue
@@ -789,6 +790,37 @@ def test_process_leaves_no_thread_and_no_descriptor(engine_dir: Path) -> None:
     assert not is_running(client.pid)
     assert set(threading.enumerate()) == threads
     assert open_descriptors() == descriptors
+
+
+def test_collections_in_an_engine_process_leave_out_what_was_loaded(
+    engine_dir: Path, tmp_path: Path
+) -> None:
+    """They would look at all of torch; a caller's own process keeps its collector's settings."""
+    program = tmp_path / "engine.py"
+    program.write_text(
+        "import gc, sys\n"
+        "from looptrt.runtime import engine_process\n"
+        "load = engine_process.load_core\n"
+        "def load_and_count(*args):\n"
+        "    core = load(*args)\n"
+        "    stats = core.stats\n"
+        "    core.stats = lambda: stats() | {'num_frozen': gc.get_freeze_count()}\n"
+        "    return core\n"
+        "engine_process.load_core = load_and_count\n"
+        "sys.exit(engine_process.main(sys.argv[1:]))\n"
+    )
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nshift 3  # -P -m MODULE\nexec {sys.executable} {program} "$@"\n')
+    python.chmod(0o755)
+    client = ProcessClient(engine_dir, CONFIG, python=str(python))
+    num_frozen = client.stats()["num_frozen"]
+    client.close()
+    assert num_frozen > 50_000
+    before = gc.get_freeze_count()
+    thread = InProcessClient(engine_dir, CONFIG)
+    assert len(answer(thread, 0)) == 8
+    thread.close()
+    assert before == gc.get_freeze_count() < num_frozen
 
 
 def test_forked_process_that_ends_leaves_the_engine_alone(own: ProcessClient) -> None:

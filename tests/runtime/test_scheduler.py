@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
-from looptrt.runtime.request import FinishReason, RequestState
+from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, RequestState
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
-from tests.support.kv_sim import next_token
+from tests.support.kv_sim import exit_loops, next_token
 from tests.support.tiny import IDENTITY, VOCAB, Engine, engine, layout, request
 
 
@@ -160,6 +160,41 @@ def test_forks_share_full_pages_and_copy_the_partial_one(
         num_prompt - 1,
         num_prompt - 1,
     ]
+
+
+def test_a_fork_copies_from_a_page_that_was_computed_again_with_fewer_planes() -> None:
+    """The parent's tokens stop early, so after a preemption its page is a shallower one."""
+    prompt, count = [7] * 6, 20
+    known = prompt + answer(prompt, count)
+    assert max(exit_loops(known[: place + 1], 3) for place in (5, 6, 7)) == 2
+    forked = engine(max_batch_size=2, num_units=36, max_num_tokens=40, enable_prefix_cache=False)
+    forked.add(request(0, [1, 2], 28, priority=1))
+    early = {"prefill_loops": 1, "exit": ExitParams(ExitRule.STEP, 1)}
+    parent = forked.add(request(1, prompt, count, **early))
+    fork = forked.add(request(2, prompt, count, fork_of=1, **early))
+    while not parent.num_preemptions:
+        forked.step()
+    forked.scheduler.abort(0)
+    while not fork.pages:
+        forked.step()
+    assert (parent.pages[1].depth, fork.pages[1].depth) == (2, 3)
+    forked.drain()
+    assert forked.tokens[1] == forked.tokens[2] == answer(prompt, count)
+    assert forked.finished[2].num_cached_tokens == 5
+
+
+def test_pages_of_a_fork_are_named_after_the_deeper_pages_that_it_shares() -> None:
+    """Computed over a deeper context, they must not be known by a shallow one's keys."""
+    prompt = [1, 2, 3, 4] * 2 + [5]
+    shared = engine(prefix_at_least=True)
+    deep = shared.add(request(0, prompt, 1))
+    shared.drain()
+    parent = shared.add(request(1, prompt, 9, prefill_loops=1))
+    fork = shared.add(request(2, prompt, 9, prefill_loops=1, fork_of=1))
+    shared.drain()
+    assert deep.page_keys == parent.page_keys[:2] == fork.page_keys[:2]
+    assert parent.page_keys == fork.page_keys
+    assert len(fork.page_keys) == 4
 
 
 def test_forks_whose_parent_is_gone_run_on_their_own() -> None:

@@ -8,10 +8,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from looptrt.runtime.request import Request
+from looptrt.runtime.request import ExitKv, ExitParams, ExitRule, Request
 from tests.runtime.test_scheduler import answer
 from tests.support.tiny import Engine, engine, request
 
+EXITS = st.sampled_from([ExitParams()] * 4 + [ExitParams(ExitRule.STEP, 1, kv) for kv in ExitKv])
 PROMPTS = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=26)
 
 
@@ -30,6 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grid=st.sampled_from([None, None, 4]),
         cache=st.sampled_from([True, True, False]),
         share=st.booleans(),
+        packed=st.sampled_from([True, True, False]),
         draft_loops=st.sampled_from([None, 1, 2]),
         runs_ahead=st.booleans(),
     )
@@ -40,6 +42,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         grid: int | None,
         cache: bool,
         share: bool,
+        packed: bool,
         draft_loops: int | None,
         runs_ahead: bool,
     ) -> None:
@@ -49,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             prefix_grid=grid,
             enable_prefix_cache=cache,
             prefill_share=share,
+            packed_prefill=packed,
             draft_loops=draft_loops,
             runs_ahead=runs_ahead,
         )
@@ -65,6 +69,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.sampled_from([0, 0, 1]),
         num_forks=st.sampled_from([0, 0, 0, 2]),
         stop_token_ids=st.sampled_from([(), (), (3,), (3, 5)]),
+        exit_params=EXITS,
     )
     def add(
         self,
@@ -76,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority: int,
         num_forks: int,
         stop_token_ids: tuple[int, ...],
+        exit_params: ExitParams,
     ) -> None:
         parent = len(self.prompts)
         loops, prefill_loops = depths
@@ -92,6 +98,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     noise_seed=noise_seed,
                     priority=priority,
                     stop_token_ids=stop_token_ids,
+                    exit=exit_params,
                     fork_of=None if request_id == parent else parent,
                 )
             )
@@ -148,9 +155,22 @@ class SchedulerMachine(RuleBasedStateMachine):
 class AtLeastMachine(SchedulerMachine):
     """The same with deeper pages shared: never shallower ones, never another's context."""
 
-    @initialize(num_units=st.sampled_from([37, 41, 60]), budget=st.sampled_from([4, 16]))
-    def start(self, num_units: int, budget: int) -> None:  # type: ignore[override]
-        self.kv = engine(num_units=num_units, max_num_tokens=budget, prefix_at_least=True)
+    @initialize(
+        num_units=st.sampled_from([37, 41, 60]),
+        budget=st.sampled_from([4, 16]),
+        runs_ahead=st.booleans(),
+        draft_loops=st.sampled_from([None, 1]),
+    )
+    def start(  # type: ignore[override]
+        self, num_units: int, budget: int, runs_ahead: bool, draft_loops: int | None
+    ) -> None:
+        self.kv = engine(
+            num_units=num_units,
+            max_num_tokens=budget,
+            prefix_at_least=True,
+            runs_ahead=runs_ahead,
+            draft_loops=draft_loops,
+        )
         self.prompts = {}
         self.aborted = set()
         self.requests = []

@@ -20,6 +20,7 @@ from looptrt.runtime.openai.server import Server, ServerConfig, bind, url_of
 from tests.support.scripted import DEADLINE_S
 
 MODEL = "tiny"
+_PROGRAM = "import sys; from looptrt.cli import main; sys.exit(main())"
 
 
 @dataclass
@@ -79,10 +80,10 @@ def serving(llm: LLM, **config: Any) -> Iterator[Endpoint]:
 
 
 @contextlib.contextmanager
-def serving_process(engine_dir: Path, *flags: str) -> Iterator[Endpoint]:
-    """`looptrt serve` as a person starts it."""
+def serving_process(engine_dir: Path, *flags: str, program: str = _PROGRAM) -> Iterator[Endpoint]:
+    """`looptrt serve` as a person starts it, or by a program that does more."""
     command = [
-        *(sys.executable, "-c", "import sys; from looptrt.cli import main; sys.exit(main())"),
+        *(sys.executable, "-c", program),
         *("serve", str(engine_dir), "--port", "0", "--served_model_name", MODEL, *flags),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=None, text=True)

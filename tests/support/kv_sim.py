@@ -5,6 +5,8 @@ which loop wrote it. A step replays the plan's writes, copies and reads, and fai
 query at loop k would not see, for each earlier token, the deepest plane that token reached
 up to k. The next token is a hash of the context, so equal contexts give equal answers.
 
+Tokens that may exit early do so where a hash of their context says.
+
 The simulated memory knows what it ran, not what the scheduler holds to be true: tokens come
 from slot starts, input rows and its own answers, and a guess stands at the depth it ran at.
 
@@ -21,8 +23,9 @@ import numpy as np
 
 from looptrt.kv_layout import PlaneLayout
 from looptrt.runtime.batch import loop_rows
+from looptrt.runtime.request import ExitKv, ExitParams, ExitRule
 from looptrt.runtime.scheduler import Scheduler
-from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult
+from looptrt.runtime.step_plan import Int32Array, PlaneCopies, StepPlan, StepResult
 
 BOUNDARY = -1
 
@@ -39,6 +42,11 @@ def next_token(token_ids: list[int], vocab: int) -> int:
     """The answer of the simulated model after these tokens."""
     digest = hashlib.sha256(np.array(token_ids, np.int32).tobytes()).digest()
     return digest[0] % vocab
+
+
+def exit_loops(token_ids: list[int], loops: int) -> int:
+    """Loops after which the last of these tokens stops, if it may: 1 to `loops`."""
+    return 1 + next_token([-2, *token_ids], loops)
 
 
 class SimExecutor:
@@ -72,6 +80,7 @@ class SimExecutor:
         self._depths = np.zeros((slots, size), np.int16)  # that each token last ran at
         self._newest = np.zeros(slots, np.int32)
         self._settings: list[tuple[bytes | None, int]] = [(None, 0)] * slots
+        self._exits = [ExitParams()] * slots
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run a plan."""
@@ -87,13 +96,16 @@ class SimExecutor:
         self._tokens[row_slots, plan.positions] = np.where(
             unknown, self._newest[row_slots], plan.input_ids
         )
-        self._depths[row_slots, plan.positions] = plan.depths
+        depths, spent = self._stopped(plan, row_slots)
+        self._depths[row_slots, plan.positions] = depths
         if not plan.is_draft:
             self._check_depths(row_slots, plan.positions)
         self._copy(plan.copies, 0, 1)
         num_loops = 0
         for loop in range(plan.num_loops):
-            rows = loop_rows(plan, plan.depths, loop)
+            rows = loop_rows(plan, depths, loop)
+            if not len(rows.rows):
+                break
             if loop:
                 self._copy(plan.copies, loop, loop + 1)
             row = self.layout.boundary_units + self.layout.strategy.plane(loop)
@@ -101,6 +113,7 @@ class SimExecutor:
             self._read(plan, row_slots, rows.rows, row, loop)
             num_loops = loop + 1
         self._copy(plan.copies, num_loops, None)
+        self._copy_forward(plan, depths)
         everyone = np.arange(plan.num_rows)
         for row in range(self.layout.boundary_units):
             self._write(plan, row_slots, everyone, row, BOUNDARY)
@@ -112,7 +125,32 @@ class SimExecutor:
             )
         ]
         self._newest[plan.sample_slots] = token_ids
-        return StepResult.at_planned_depths(plan, np.array(token_ids, np.int32))
+        return StepResult(np.array(token_ids, np.int32), spent, depths[plan.logit_rows])
+
+    def _stopped(self, plan: StepPlan, row_slots: np.ndarray) -> tuple[Int32Array, Int32Array]:
+        """[num_rows] loops that rows run, [num_samples] loops behind their tokens."""
+        depths, spent = plan.depths.copy(), plan.depths[plan.logit_rows].copy()
+        for index, row in enumerate(plan.logit_rows.tolist()):
+            slot, position = int(row_slots[row]), int(plan.positions[row])
+            rule = self._exits[slot]
+            has_exit = plan.exits is not None and row in plan.exits.rows
+            assert has_exit is (rule.rule is not ExitRule.NONE)
+            if has_exit:
+                known = self._tokens[slot, : position + 1].tolist()
+                spent[index] = exit_loops(known, int(depths[row]))
+                if rule.kv is ExitKv.LAST_EXITED:
+                    depths[row] = spent[index]
+        return depths, spent
+
+    def _copy_forward(self, plan: StepPlan, depths: Int32Array) -> None:
+        """Rows that stopped leave their deepest plane in all that were planned for them."""
+        if plan.exits is None:
+            return
+        for index, row in enumerate(plan.exits.rows.tolist()):
+            units, token = plan.exits.units[index].tolist(), int(plan.exits.token_index[index])
+            written = self.layout.planes_of_depth(int(depths[row]))
+            for plane in range(written, self.layout.planes_of_depth(int(plan.depths[row]))):
+                self.memory[units[plane], token] = self.memory[units[written - 1], token]
 
     def _start(self, plan: StepPlan) -> None:
         for start in plan.slot_starts:
@@ -121,14 +159,22 @@ class SimExecutor:
             self._tokens[start.slot, : len(start.token_ids)] = start.token_ids
             self._depths[start.slot, : len(start.token_ids)] = request.depths
             self._settings[start.slot] = request.cache_salt, request.noise_seed
+            self._exits[start.slot] = start.exit
 
     def _check_depths(self, row_slots: np.ndarray, positions: np.ndarray) -> None:
-        """Every token up to a row that counts has run as deep as its request asks."""
+        """Every token up to a row that counts has run as deep as its request asks.
+
+        A token that may exit is decided once: what runs it again runs it as deep.
+        """
         last = dict(zip(row_slots.tolist(), positions.tolist(), strict=True))
         for slot, position in last.items():
             request = self.scheduler.slots.request(slot)
             wanted = np.full(position + 1, request.loops)
             wanted[: request.num_prompt - 1] = request.prefill_loops
+            if request.exit.rule is not ExitRule.NONE and request.exit.kv is ExitKv.LAST_EXITED:
+                known = self._tokens[slot].tolist()
+                for place in range(request.num_prompt - 1, position + 1):
+                    wanted[place] = exit_loops(known[: place + 1], request.loops)
             assert np.array_equal(self._depths[slot, : position + 1], wanted)
 
     def _sample(self, slot: int, position: int, is_draft: bool) -> int:
