@@ -18,7 +18,7 @@ CXX_SOURCES = $(shell find plugins tests/emulator -name '*.cu' -o -name '*.cuh' 
 IS_SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 CANDIDATES := $(if $(PYTHON),"$(PYTHON)",python3.11 python3.12 python3.13 python3 python)
 
-.PHONY: help venv demo test test-full test-gpu bench plugins triton-server lint format clean
+.PHONY: help venv demo test test-full test-gpu bench plugins triton-server lint cxx-format format clean
 
 help:
 	@sed -n 's/^#   //p; s/^# PYTHON/PYTHON/p' Makefile
@@ -72,7 +72,7 @@ bench: plugins
 	}; \
 	for step in kernels attention decode_step; do run $$step --library $(LIBRARY); done; \
 	run serving; \
-	$(BIN)/python benchmarks/report.py --results out/bench/serving.json; \
+	$(BIN)/python benchmarks/report.py --results out/bench/serving.json || failed="$$failed report"; \
 	if [ -n "$$failed" ]; then echo "failed or missed a target:$$failed" >&2; exit 1; fi
 
 # The CUDA plugin library, with nvcc on PATH or else the compiler of PyPI's wheels.
@@ -91,6 +91,9 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(MAKE) --no-print-directory cxx-format
+
+cxx-format: venv
 	$(if $(CXX_SOURCES),$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES))
 
 format: venv

@@ -27,7 +27,7 @@ def probe_products(
     device: torch.device,
     clock: Clock,
 ) -> list[Verdict]:
-    """Compare every joined product with its parts', a row count after the other.
+    """Compare joined products with their parts', all of them at a row count before the next.
 
     Args:
         products: of an engine.
@@ -46,21 +46,25 @@ def probe_products(
     def drawn(count: int, inputs: int) -> torch.Tensor:
         return torch.randn(count, inputs, generator=generator, device=device).to(kind)
 
-    verdicts = []
-    for product in products:
-        against = "its parts' own products"
-        verdict = Verdict(call_of(product, dtype), Exactness.EQUALS_TORCH, against)
-        verdicts.append(verdict)
-        weight = drawn(sum(product.sizes), product.inputs)
-        for index, count in enumerate(rows):
-            if index and clock.is_over():
-                break
+    against = "its parts' own products"
+    compared = [
+        (
+            product,
+            drawn(sum(product.sizes), product.inputs),
+            Verdict(call_of(product, dtype), Exactness.EQUALS_TORCH, against),
+        )
+        for product in products
+    ]
+    for index, count in enumerate(rows):
+        if index and clock.is_over():
+            break
+        for product, weight, verdict in compared:
             x = drawn(count, product.inputs)
             got, want = F.linear(x, weight), apart(x, weight, product)
             verdict.rows.append(count)
             case = f"{dtype} {list(x.shape)}, {' + '.join(map(str, product.sizes))}"
             verdict.count(case, num_different(got, want), want.numel())
-    return verdicts
+    return [verdict for _, _, verdict in compared]
 
 
 def call_of(product: JoinedProduct, dtype: str) -> OpCall:

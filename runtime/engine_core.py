@@ -95,12 +95,12 @@ class EngineCore:
         try:
             self.executor.use_products(products)
             self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
+            self.scheduler = Scheduler(
+                scheduler_config, self.manifest.layout, cache_identity(self.manifest)
+            )
         except BaseException:
             self.executor.close()
             raise
-        self.scheduler = Scheduler(
-            scheduler_config, self.manifest.layout, cache_identity(self.manifest)
-        )
         self._looks_ahead = config.look_ahead
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
 

@@ -130,7 +130,7 @@ def recalled(
     begin, clock = time.monotonic(), Clock(_PROBE_S)
     with torch.inference_mode(), torch.cuda.device(device):
         verdicts = probe(clock)
-    _logger.info("kernels checked in %.1f s", time.monotonic() - begin)
+    _logger.info("checked against torch in %.1f s", time.monotonic() - begin)
     if cache is not None and not clock.is_over():
         cache.keep(verdicts)
     return verdicts

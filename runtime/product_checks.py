@@ -76,19 +76,20 @@ def settle_products(manifest: Manifest, config: EngineConfig, device: torch.devi
     if config.joined_projections == "never":
         apart = empty_model(manifest).joined_products()
     elif config.joined_projections == "exact" and device.type == "cuda":
-        apart = act_on(_verdicts(manifest, config, device))
+        apart = act_on(_verdicts(manifest, config, device), row_counts(manifest))
         torch.cuda.empty_cache()
     return Products(config.skinny_linear_rows, frozenset(apart))
 
 
-def act_on(verdicts: Sequence[Verdict]) -> list[JoinedProduct]:
-    """Products to compute part by part: those that differ at any row count compared."""
-    failed = [verdict for verdict in verdicts if not verdict.holds]
+def act_on(verdicts: Sequence[Verdict], rows: Sequence[int]) -> list[JoinedProduct]:
+    """Products to compute part by part: those that differ, or were not compared at all `rows`."""
+    failed = [one for one in verdicts if not one.holds or len(one.rows) < len(rows)]
     for verdict in failed:
+        unseen = f"{len(verdict.rows)} of {len(rows)} row counts were compared in time"
         _logger.warning(
-            "projections run apart, as joined they lack the bits of their own products "
-            "(joined_projections always joins them all the same): %s",
-            verdict.first or "nothing was compared",
+            "projections run apart, as joined they lack the bits of their own products, or may "
+            "lack them (joined_projections always joins them all the same): %s",
+            verdict.first or unseen,
         )
     if verdicts:
         held = len(verdicts) - len(failed)

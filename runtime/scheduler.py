@@ -514,8 +514,9 @@ class Scheduler:
         if partial:
             # The parent's column, not its page: that has fewer planes where its tokens stopped
             # early and a preemption made it compute them again.
-            sources = self.kv.table.units[parent.slot, :, full].tolist()
-            units = zip(sources, request.pages[full].units, strict=False)
+            targets = request.pages[full].units
+            sources = self.kv.table.units[parent.slot, : len(targets), full].tolist()
+            units = zip(sources, targets, strict=True)
             self._fork_copies += [(0, source, target, 0, partial) for source, target in units]
         self.slots.num_computed[slot] = num_shared
         return 1

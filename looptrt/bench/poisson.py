@@ -69,8 +69,14 @@ def measure(setup: Setup, poisson: Poisson) -> dict[str, Any]:
     """Run every rate in every arm, then search; returns the result as JSON values.
 
     Raises:
-        EngineError: an engine could not start, has ended, or is too small for the lengths.
+        EngineError: an engine could not start, has ended, or is too small for the lengths; or
+            the requests of a search come for longer than a run may take.
     """
+    if poisson.threshold_ms is not None and poisson.search_s >= setup.deadline_s:
+        raise EngineError(
+            f"search_s: expected less than the deadline of {setup.deadline_s:g} s, "
+            f"got {poisson.search_s:g}"
+        )
     arms = {arm.name: arm for arm in setup.arms}
     runs = len(poisson.rates) * len(arms) * (setup.repeats + 1)
     with engines(setup.engine_dir, setup.config, setup.arms, in_process=setup.in_process) as llms:

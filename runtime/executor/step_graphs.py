@@ -38,8 +38,8 @@ from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult, TableUp
 
 _T = TypeVar("_T")
 
-# More logits than that are not kept: 65 MB for a vocabulary of 65,536. Steps that need more run
-# as chained graphs, whose coda and sampler are none.
+# More logits than that are not kept: 67 MB in float32 for a vocabulary of 65,536. Steps that need
+# more run as chained graphs, whose coda and sampler are none.
 _MAX_READ_SAMPLES = 256
 
 _logger = logging.getLogger(__name__)

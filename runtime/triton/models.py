@@ -7,7 +7,6 @@ and to the server, and leaves nothing behind.
 
 from __future__ import annotations
 
-import gc
 import logging
 import shutil
 import threading
@@ -104,9 +103,6 @@ class LlmModel:
         except BaseException:
             llm.shutdown()
             raise
-        # What is loaded stays: full collections that look at it stop all streams for 0.02 s.
-        gc.collect()
-        gc.freeze()
         _logger.info("serving %s, engine process %d", engine_dir, client.pid)
 
     def _load_later(self) -> None:

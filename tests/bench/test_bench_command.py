@@ -259,6 +259,10 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
         (("sessions", "--turns", "0"), "turns: expected at least 1"),
         (("poisson", "--rates", "0"), "rates: expected numbers above 0"),
         (("poisson", "--lengths", "5"), "expected PROMPT:ANSWER"),
+        (
+            ("poisson", "--threshold-ms", "9", "--deadline-s", "30"),
+            "search_s: expected less than the deadline of 30 s, got 30",
+        ),
         (("ladder", "--change", "magic"), "change 'magic': expected one of"),
         (("ladder", "--arm", "base"), "unrecognized arguments"),
         (

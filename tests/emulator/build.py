@@ -96,11 +96,11 @@ def compiler() -> str | None:
     return shutil.which("g++") or shutil.which("clang++")
 
 
-def sources(plugins: Path) -> list[Path]:
+def sources() -> list[Path]:
     """Every kernel, its headers and the C API."""
-    files = [*(plugins / "kernels").iterdir(), *(plugins / "include" / "looptrt").iterdir()]
+    files = [*(PLUGINS / "kernels").iterdir(), *(PLUGINS / "include" / "looptrt").iterdir()]
     suffixes = {".cu", ".cuh", ".h"}
-    return [*sorted(file for file in files if file.suffix in suffixes), plugins / C_API]
+    return [*sorted(file for file in files if file.suffix in suffixes), PLUGINS / C_API]
 
 
 def rewrite(text: str) -> str:
@@ -164,8 +164,8 @@ def build(
     into: Path,
     kernels: tuple[str, ...],
     *,
-    plugins: Path = PLUGINS,
     mutation: Mutation | None = None,
+    level: int = 1,
     sanitize: bool = False,
 ) -> Path:
     """Compile kernels and their C functions into one shared library.
@@ -173,8 +173,8 @@ def build(
     Args:
         into: a folder of its own.
         kernels: beginnings of the names of the sources, as "skinny_linear".
-        plugins: where the sources are.
-        mutation: a change made to them.
+        mutation: a change made to the sources.
+        level: of optimisation; what runs briefly is compiled faster with 0.
         sanitize: with address and undefined behaviour sanitizers, for a process that has the
             former's runtime preloaded.
 
@@ -185,8 +185,8 @@ def build(
     if command is None:
         raise BuildError("no g++ and no clang++")
     units = [SHIM / "machine.cpp"]
-    for source in sources(plugins):
-        name = source.relative_to(plugins)
+    for source in sources():
+        name = source.relative_to(PLUGINS)
         text = source.read_text(encoding="utf-8")
         if mutation is not None and str(name) == mutation.file:
             text = mutation.apply(text)
@@ -200,7 +200,7 @@ def build(
     arguments = [
         command,
         *_FLAGS,
-        "-O1" if mutation is None and not sanitize else "-O0",  # the others run briefly
+        f"-O{level}",
         *(("-g1", *_SANITIZERS) if sanitize else ()),
         *(f"-I{folder}" for folder in (SHIM, into / "kernels", into / "include")),
         *("-x", "c++", *map(str, units)),

@@ -9,7 +9,7 @@ import pytest
 
 from tests.emulator.build import build, compiler
 from tests.emulator.emulated import Emulated
-from tests.support.tensorrt import absent
+from tests.support.absent import absent
 
 Library = Callable[..., Emulated]
 

@@ -11,6 +11,9 @@ from tests.emulator.conftest import Library
 from tests.emulator.emulated import ORDERS, Emulated, Order, name_of
 from tests.plugins.attention_cases import Geometry
 
+# A kernel that never ends cannot be interrupted: the limit ends the process.
+pytestmark = pytest.mark.timeout(method="thread")
+
 CHECKS = [
     checks.results_are_near_float64,
     checks.bits_do_not_depend_on_the_call,

@@ -9,6 +9,9 @@ from tests.emulator import linear_checks as checks
 from tests.emulator.conftest import Library
 from tests.emulator.emulated import ORDERS, Emulated, Order, name_of
 
+# A kernel that never ends cannot be interrupted: the limit ends the process.
+pytestmark = pytest.mark.timeout(method="thread")
+
 by_order = pytest.mark.parametrize("order", ORDERS, ids=name_of)
 by_shape = pytest.mark.parametrize(("outputs", "inputs"), checks.SHAPES)
 

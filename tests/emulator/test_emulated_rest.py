@@ -21,7 +21,8 @@ from tests.emulator.conftest import Library
 from tests.emulator.emulated import ORDERS, Emulated, Order, name_of
 from tests.plugins.pools import Pool, assert_bitwise, int32
 
-pytestmark = pytest.mark.full
+# A kernel that never ends cannot be interrupted: the limit ends the process.
+pytestmark = [pytest.mark.full, pytest.mark.timeout(method="thread")]
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 EPS = 1e-6

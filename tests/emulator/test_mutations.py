@@ -15,7 +15,7 @@ from tests.emulator import attention_checks, linear_checks
 from tests.emulator.build import BuildError, Mutation, build
 from tests.emulator.emulated import ORDERS, Emulated, EmulatorError
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 FOUND = 10  # exit status of a child whose check failed
 CHILD_TIMEOUT_S = 200.0
@@ -76,17 +76,37 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_checks_find(name: str, tmp_path: Path) -> None:
-    """In a child: what a fault does to addresses may end a process."""
     mutation, check = MUTATIONS[name]
     kernels = "skinny_linear" if mutation.file == LINEAR else "packed_plane_attention"
-    library = Emulated(build(tmp_path, (kernels,), mutation=mutation))
-    child = multiprocessing.get_context("fork").Process(target=run, args=(library, check))
+    library = Emulated(build(tmp_path, (kernels,), mutation=mutation, level=0))
+    assert exit_status(library, check) in (FOUND, -signal.SIGSEGV, -signal.SIGABRT)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "checks"),
+    [
+        ("packed_plane_attention", [attention_is_right]),
+        ("skinny_linear", [linear_is_right, linear_chain_is_right]),
+    ],
+)
+def test_the_same_checks_find_nothing_in_what_is_sound(
+    kernels: str, checks: list[Callable[[Emulated], None]], tmp_path: Path
+) -> None:
+    library = Emulated(build(tmp_path, (kernels,), level=0))
+    assert [exit_status(library, check) for check in checks] == [0] * len(checks)
+
+
+def exit_status(library: Emulated, check: Callable[[Emulated], None]) -> int | None:
+    """Of a child that runs a check: what a fault does to addresses may end a process."""
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=run, args=(library, check), daemon=True)
     child.start()
-    child.join(CHILD_TIMEOUT_S)
-    if child.exitcode is None:
+    try:
+        child.join(CHILD_TIMEOUT_S)
+        return child.exitcode
+    finally:
         child.kill()
         child.join()
-    assert child.exitcode in (FOUND, -signal.SIGSEGV, -signal.SIGABRT)
 
 
 def run(library: Emulated, check: Callable[[Emulated], None]) -> None:

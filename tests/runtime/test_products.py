@@ -96,7 +96,7 @@ def test_a_failed_check_takes_that_product_apart_and_no_other(
 ) -> None:
     """Fails if engines run what `settle_products` found to differ."""
     engine_dir, oracle = engine_of("ouro_gqa")
-    settled = Products(apart=frozenset(act_on([failed(QKV)])))
+    settled = Products(apart=frozenset(act_on([failed(QKV)], [1])))
     assert "run apart" in caplog.text
     assert "bfloat16 [1, 64]: 3 of 192 differ" in caplog.text
     monkeypatch.setattr(engine_core, "settle_products", lambda *_: settled)
@@ -223,12 +223,22 @@ def test_nothing_is_compared_where_the_answer_changes_nothing(
     assert asked == []
 
 
-def test_a_check_without_time_compares_one_row_count_and_no_verdict_is_sound_unseen() -> None:
-    (verdict,) = probe_products.probe_products([QKV], [1, 2], "bfloat16", CPU, Clock(-1.0))
-    assert verdict.rows == [1]
-    assert product_of(verdict) == QKV
-    empty = Verdict(call_of(QKV, "bfloat16"), verdict.level, verdict.against)
-    assert act_on([empty]) == [QKV]
+def test_a_check_without_time_compares_one_row_count_of_every_product() -> None:
+    products = [QKV, GATE_UP]
+    verdicts = probe_products.probe_products(products, [1, 2], "bfloat16", CPU, Clock(-1.0))
+    assert [verdict.rows for verdict in verdicts] == [[1], [1]]
+    assert [product_of(verdict) for verdict in verdicts] == products
+
+
+def test_what_was_not_compared_in_time_runs_apart(caplog: pytest.LogCaptureFixture) -> None:
+    call = call_of(QKV, "bfloat16")
+    empty, sound = (Verdict(call, Exactness.EQUALS_TORCH, "parts", rows) for rows in ([], [1, 2]))
+    sound.count("none", 0, 192)
+    assert act_on([sound], [1, 2]) == []
+    assert act_on([empty], [1, 2]) == [QKV]
+    caplog.clear()
+    assert act_on([sound], [1, 2, 17]) == [QKV]
+    assert "2 of 3 row counts were compared in time" in caplog.text
 
 
 def test_a_verdict_that_is_recalled_takes_the_same_product_apart(tmp_path: Path) -> None:
@@ -236,7 +246,7 @@ def test_a_verdict_that_is_recalled_takes_the_same_product_apart(tmp_path: Path)
     sound = Verdict(call_of(GATE_UP, "bfloat16"), Exactness.EQUALS_TORCH, "parts", [1])
     sound.count("none", 0, 192)
     cache.keep([failed(QKV), sound])
-    assert act_on(cache.load() or []) == [QKV]
+    assert act_on(cache.load() or [], [1]) == [QKV]
 
 
 @pytest.mark.parametrize(("largest", "most"), [(512, 512), (500, 512), (5, 8), (3000, 3000)])

@@ -20,7 +20,8 @@ import torch
 from looptrt.plugins import launch
 from looptrt.plugins.creators import check_library
 from looptrt.plugins.schema import NAMESPACE
-from tests.support.tensorrt import absent, plugin_library
+from tests.support.absent import absent
+from tests.support.tensorrt import plugin_library
 
 HOST_NAME = "liblooptrt_plugin_host.so"
 DYNAMIC = -1

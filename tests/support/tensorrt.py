@@ -7,26 +7,17 @@ children. `plugin_library` and `tensorrt_libraries` skip where something is not 
 from __future__ import annotations
 
 import importlib.util
-import os  # CI's own variable, and a child's environment
+import os  # a child's environment
 import subprocess
 import sys
 from pathlib import Path
-from typing import NoReturn
-
-import pytest
 
 from looptrt.errors import PluginError
 from looptrt.plugins import launch
+from tests.support.absent import absent
 
 ROOT = Path(__file__).parents[2]
 _TIMEOUT_S = 120
-
-
-def absent(reason: str) -> NoReturn:
-    """Skip a test for something that CI must have; fail there."""
-    if os.environ.get("CI"):  # noqa: TID251 - see the import
-        pytest.fail(reason)
-    pytest.skip(reason)
 
 
 def plugin_library() -> Path:

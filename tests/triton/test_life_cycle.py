@@ -178,13 +178,20 @@ def test_unload_and_reload_return_everything(start: Start) -> None:
 
     reload()
     wait_until_idle(server)
+    wait_until(lambda: usage() == usage(), "use that stands still")
     before = usage()
     for _ in range(3):
         reload()
     wait_until_idle(server)
+    seen: list[object] = []
+
+    def is_as_before() -> bool:
+        seen[:] = [usage()]
+        return seen == [before]
+
     with contextlib.suppress(AssertionError):  # the next line says what is left
-        wait_until(lambda: usage() == before, "the same use as before")
-    assert usage() == before
+        wait_until(is_as_before, "the same use as before")
+    assert seen == [before]
 
 
 @pytest.mark.full

@@ -1,5 +1,7 @@
 """`tensorrt_llm`: see looptrt.runtime.triton.models."""
 
+import gc
+
 import triton_python_backend_utils as pb_utils
 
 from looptrt.runtime.triton.models import LlmModel
@@ -11,6 +13,9 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Start the engine."""
         self._model = LlmModel(pb_utils, args)
+        # What is loaded stays: full collections that look at it stop all streams.
+        gc.collect()
+        gc.freeze()
 
     def is_ready(self) -> bool:
         """Whether the engine is loaded and alive."""
