@@ -178,20 +178,19 @@ def test_unload_and_reload_return_everything(start: Start) -> None:
 
     reload()
     wait_until_idle(server)
-    wait_until(lambda: usage() == usage(), "use that stands still")
-    before = usage()
+    before = usage()  # a connection that is being closed may still count
     for _ in range(3):
         reload()
     wait_until_idle(server)
-    seen: list[object] = []
+    more: list[int] = []
 
-    def is_as_before() -> bool:
-        seen[:] = [usage()]
-        return seen == [before]
+    def is_no_more() -> bool:
+        more[:] = [now - then for now, then in zip(usage(), before, strict=True)]
+        return max(more) <= 0
 
     with contextlib.suppress(AssertionError):  # the next line says what is left
-        wait_until(is_as_before, "the same use as before")
-    assert seen == [before]
+        wait_until(is_no_more, "no more use than before")
+    assert max(more) <= 0, f"processes, descriptors, regions: {more} more than {before}"
 
 
 @pytest.mark.full
