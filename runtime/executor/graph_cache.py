@@ -1,15 +1,17 @@
 """Captured CUDA graphs by what they run, the least recently used out first.
 
 Owns capture, replay and the counters; leaves what is captured, and the memory it reads and
-writes, to the executor. Invariant: all graphs share one memory pool, so no tensor made inside
-one is read after another has run.
+writes, to the executor. Invariants: all graphs share one memory pool, so no tensor made inside
+one is read after another has run; no garbage is collected during a capture.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +47,22 @@ def no_memory(what: str, device: torch.device) -> EngineError:
         f"no memory {what}: {free_bytes} of {total_bytes} bytes are free; lower "
         "kv_cache_free_gpu_memory_fraction or kv_cache_bytes, or set cuda_graphs to off"
     )
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No collection of garbage begins inside.
+
+    What only a collection frees may be a graph, or other memory of the GPU's, of an engine that
+    was let go: CUDA refuses to free it in a thread that captures, and the capture is lost.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphCache:
@@ -102,8 +120,11 @@ class GraphCache:
         graph = torch.cuda.CUDAGraph()
         try:
             work()
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            with (
+                collector_paused(),
+                torch.cuda.graph(
+                    graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+                ),
             ):
                 work()
         except torch.OutOfMemoryError as error:

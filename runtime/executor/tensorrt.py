@@ -40,6 +40,8 @@ class TensorRtExecutor(CudaExecutor):
         EngineError: the pool does not fit.
     """
 
+    num_null_slots = 0  # no graph, no row to fill up; profiles have room for the sequences' only
+
     def __init__(
         self,
         engines: Mapping[str, PhaseEngine],

@@ -29,6 +29,7 @@ from looptrt.errors import BuildError
 from looptrt.manifest import PHASES, Manifest
 from looptrt.plugins import launch
 from looptrt.plugins.creators import SCHEMA_SHA256
+from looptrt.runtime.executor.tensorrt import TensorRtExecutor
 from tests.support.checkpoints import tiny_huginn, tiny_llama, tiny_olmo, tiny_ouro
 from tests.support.tensorrt import plugin_library, tensorrt_libraries
 
@@ -272,6 +273,15 @@ def test_profiles_follow_the_flags(checkpoints: dict[str, Path], tmp_path: Path)
     assert found["prefill"]["T"] == (1, 7, 64)
     assert found["prefill"]["N_plus_1"] == (2, 3, 5)
     assert found["prefill"]["max_pages"] == (1, 5, 5)
+
+
+def test_profiles_have_room_for_the_block_table_of_a_full_batch(
+    checkpoints: dict[str, Path], tmp_path: Path
+) -> None:
+    """A row of null units beside the sequences', as steps with graphs need, does not fit."""
+    rows = LIMITS["max_batch_size"] + TensorRtExecutor.num_null_slots
+    found = profiles(checkpoints["ouro"], tmp_path)
+    assert all(sizes["max_slots"][2] >= rows for sizes in found.values())
 
 
 @pytest.mark.parametrize(

@@ -177,9 +177,9 @@ def test_no_memory_for_what_graphs_read_is_an_error_with_the_numbers(
     start: EngineOf, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(*_: object, **__: object) -> None:
+        monkeypatch.setattr(graph_cache.torch.cuda, "mem_get_info", lambda _device: (3, 70))
         raise torch.OutOfMemoryError("no")
 
     monkeypatch.setattr(cuda, "StepGraphs", none_left)
-    monkeypatch.setattr(graph_cache.torch.cuda, "mem_get_info", lambda _device: (3, 70))
     with pytest.raises(EngineError, match="graphs read and write: 3 of 70 bytes are free; lower"):
         start("ouro", "step")

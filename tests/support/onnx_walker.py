@@ -428,7 +428,7 @@ class WalkingHarness(Harness):
         super().__init__(engine_dir, **config)
         core, replaced = self.core, self.core.executor
         is_cuda = replaced.device.type == "cuda"
-        max_slots, _, max_pages = replaced.block_table.shape
+        max_slots, max_pages = core.scheduler.config.max_batch_size, replaced.block_table.shape[2]
         sizes = profile(core.manifest.limits, max_slots, max_pages)
         if is_cuda:
             sizes["M"] = (1, *sizes["M"][1:])  # no profile of TensorRT's takes a size of 0
