@@ -109,7 +109,7 @@ def _launched(op: OpSchema) -> Callable[..., Any]:
             bind(op, operands, attributes)
             if len(passed) >= _MOST_PASSED:
                 passed.clear()
-            passed.add(call)
+            passed.add(_plain(call))
         index = operands[0].get_device()
         for tensor, operand in zip(op.inputs, operands, strict=True):
             if operand.get_device() != index or not operand.is_contiguous():
@@ -119,7 +119,16 @@ def _launched(op: OpSchema) -> Callable[..., Any]:
     return run
 
 
-_MOST_PASSED = 4096
+def _plain(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """An equal tuple of plain tuples, which the collector stops following once it has seen them."""
+    return tuple(tuple(map(_plain_size, item)) if type(item) is tuple else item for item in call)
+
+
+def _plain_size(item: Any) -> Any:  # noqa: ANN401 - a shape or a dtype
+    return tuple(item) if isinstance(item, torch.Size) else item
+
+
+_MOST_PASSED = 1024
 _unfused: set[str] = set()
 
 

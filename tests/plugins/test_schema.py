@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import inspect
 import subprocess
@@ -118,6 +119,40 @@ def test_tables_are_float32_or_the_model_dtype_together() -> None:
     for wrong in ((torch.float16, torch.float16), (torch.float32, torch.bfloat16)):
         with pytest.raises(PluginError, match=r"fenced_rope: (cos|sin): expected torch"):
             rope(*wrong)
+
+
+def test_calls_that_passed_are_remembered_without_work_for_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands of shapes made full collections of garbage longer, on a GPU's engine only."""
+    op = next(op for op in schema.OPS if op.name == "fenced_silu_mul")
+    monkeypatch.setattr(ops, "cuda_form", lambda _name: lambda x: x)
+    bound: list[int] = []
+    bind = ops.bind
+
+    def counted(*args: Any) -> Any:
+        bound.append(1)
+        return bind(*args)
+
+    monkeypatch.setattr(ops, "bind", counted)
+    run = ops._launched(op)
+
+    def objects() -> int:
+        for _ in range(3):
+            gc.collect()
+        return len(gc.get_objects())
+
+    run(torch.zeros(1, 8))
+    before = objects()
+    for rows in range(1, 501):
+        run(torch.zeros(rows, 8))
+    assert objects() <= before + 50
+    assert len(bound) == 500
+    for rows in range(1, 501):
+        run(torch.zeros(rows, 8))
+    assert len(bound) == 500
+    with pytest.raises(PluginError, match="gate_up"):
+        run(torch.zeros(1, 7))
 
 
 def test_importing_again_keeps_the_operators() -> None:

@@ -38,17 +38,16 @@ def test_garbage_that_holds_graphs_does_not_spoil_a_capture() -> None:
     def add_one() -> None:
         values.add_(1)
 
-    old = GraphCache(device)
-    old.capture("old", add_one)
-    held: list[list[object]] = [[old]]
-    held[0].append(held[0])  # once it is let go, only the collector finds it
-    del old
+    held = [GraphCache(device)]
+    held[0].capture("old", add_one)
     calls = iter((False, True))
 
     def let_go() -> None:
         if next(calls):  # the first call is eager, the second captured
-            held.clear()
-            assert len([[number] for number in range(2000)]) == 2000  # enough to collect after
+            ring: list[object] = [held.pop()]
+            ring.append(ring)  # only the collector finds that nobody holds it
+            del ring
+            assert len([[number] for number in range(2000)]) == 2000  # enough to begin one
         add_one()
 
     cache, thresholds = GraphCache(device), gc.get_threshold()
