@@ -39,8 +39,10 @@ struct AttentionArgs {
 
 // All rows, one warp a row and head; stores K and V first. Any dtype, head_dim up to 256.
 [[nodiscard]] cudaError_t launchGenericAttention(AttentionArgs const& args, cudaStream_t stream);
-// Sequences with few rows, their splits side by side, then the fold of the splits.
+// Sequences with few rows, their splits side by side, then launchSplitFold.
 [[nodiscard]] cudaError_t launchDecodeAttention(AttentionArgs const& args, cudaStream_t stream);
+// Folds the splits that the decode kernel has left side by side, row by row.
+[[nodiscard]] cudaError_t launchSplitFold(AttentionArgs const& args, cudaStream_t stream);
 // Sequences with more rows.
 [[nodiscard]] cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream);
 

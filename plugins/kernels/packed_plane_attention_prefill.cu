@@ -10,16 +10,21 @@
 namespace looptrt {
 namespace {
 
-constexpr int kMaxWarps = 8;  // of a block, as many as shared memory has place for
-constexpr int kStages = 2;    // tiles of K and V in shared memory
+constexpr int kStages = 2;  // tiles of K and V in shared memory
 constexpr int kStaticBytes = 2 * kTileKeys * (sizeof(KeySource) + sizeof(void*)) + 128;
 
 template <int kHeadDim>
 constexpr int kTileBytes = kTileKeys * TileLayout<kHeadDim>::kRowBytes;
-// Queries of a warp and what it has folded.
+// What a warp has folded.
 template <int kHeadDim>
-constexpr int kWarpBytes =
-    kRowsAWarp * (TileLayout<kHeadDim>::kRowBytes + kHeadDim * int{sizeof(float)});
+constexpr int kWarpBytes = kRowsAWarp * kHeadDim * int{sizeof(float)};
+// Of a block, as many as shared memory has place for. Where that holds several small blocks, others
+// work while one waits at a barrier: measured faster at 64 channels, slower at more.
+template <int kHeadDim>
+constexpr int kMaxWarps = kHeadDim == 64 ? 4 : 8;
+template <int kHeadDim>
+constexpr int kBlocksAnSm = kHeadDim == 64 ? 3 : 1;
+constexpr int kMinWarps = kTileKeys / 32;  // a thread looks up a key
 
 struct QueryTile {
   int32_t sequence;  // -1: no such tile
@@ -70,11 +75,12 @@ __device__ __forceinline__ QueryTile findTile(AttentionArgs const& args, int row
 // 16 rows a warp of a sequence and one query head; keys in tiles of 64, copied one tile ahead.
 // Grid: x query heads, y tiles. The number of warps changes no bits.
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMaxWarps * 32, 1)
+__global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim>)
     prefillAttentionKernel(AttentionArgs const args) {
   using Layout = TileLayout<kHeadDim>;
   constexpr int kChunks = Layout::kChunks;
   constexpr int kColumns = kHeadDim / 8;
+  static_assert(kMaxWarps<kHeadDim> * kRowsAWarp <= 2 * kTileKeys, "queries pass through a stage");
 
   extern __shared__ __align__(128) char shared[];
   __shared__ KeySource sources[2][kTileKeys];
@@ -87,9 +93,10 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   int const warp = thread / 32;
   int const lane = thread % 32;
   char* const stages = shared;
-  char* const query_tile = stages + kStages * 2 * kTileBytes<kHeadDim>;
+  // The last stage, until every warp has its queries in registers.
+  char* const query_tile = stages + (kStages - 1) * 2 * kTileBytes<kHeadDim>;
   // What the thread's rows have folded: a column pair of rows g and g + 8 each.
-  float4* const totals = reinterpret_cast<float4*>(query_tile + rows_a_tile * Layout::kRowBytes) +
+  float4* const totals = reinterpret_cast<float4*>(stages + kStages * 2 * kTileBytes<kHeadDim>) +
                          warp * kColumns * 32 + lane;
 
   waitForInputs();
@@ -113,7 +120,10 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                          p.positions[tile.sequence_rows.end - 1], kv_head};
   KeyLookup const own{tile.table, tile.rows, block_first, p.positions[last_row], kv_head};
   int const num_tiles = last_position / kTileKeys + 1;
-  auto const findKey = [&](int key) { return sourceOf<T>(args, lookup, key, last_position); };
+  KvPool<T> const pool(args);
+  auto const findKey = [&](int key) {
+    return sourceOf(args, pool, lookup, entryOf(args, lookup, key, last_position), key);
+  };
   auto const hasOwn = [&](int index) {
     return stores && index * kTileKeys + kTileKeys - 1 >= block_first;
   };
@@ -250,7 +260,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     if (first_key + kTileKeys - 1 > warp_first) hideKeys(scores, first_key, positions);
     float const fade[2] = {weigh(scores, state, args.scale, 0),
                            weigh(scores, state, args.scale, 1)};
-    addValues<T, kHeadDim>(sums, fade, scores, sharedAddress(value_tile));
+    fadeSums(sums, fade);
+    addValues<T, kHeadDim>(sums, scores, sharedAddress(value_tile));
     if ((found.x | found.y) != 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -281,16 +292,27 @@ template <typename T, int kHeadDim>
 cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
   auto* const kernel = prefillAttentionKernel<T, kHeadDim>;
   constexpr int kFixedBytes = kStages * 2 * kTileBytes<kHeadDim>;
-  int const warps =
-      std::min(kMaxWarps, (args.shared_bytes - kStaticBytes - kFixedBytes) / kWarpBytes<kHeadDim>);
-  if (warps * 32 < kTileKeys) return cudaErrorInvalidConfiguration;
+  int warps = std::min(kMaxWarps<kHeadDim>,
+                       (args.shared_bytes - kStaticBytes - kFixedBytes) / kWarpBytes<kHeadDim>);
+  auto const mostTiles = [&] {
+    return args.p.num_rows / (warps * kRowsAWarp) + args.p.num_sequences;
+  };
+  // Smaller tiles where multiprocessors would be left without one.
+  while (warps > 2 * kMinWarps && mostTiles() * args.p.num_heads < args.num_sms) warps /= 2;
+  if (warps < kMinWarps) return cudaErrorInvalidConfiguration;
   int const bytes = kFixedBytes + warps * kWarpBytes<kHeadDim>;
   if (cudaError_t error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
       error != cudaSuccess) {
     return error;
   }
-  int64_t const tiles = args.p.num_rows / (warps * kRowsAWarp) + args.p.num_sequences;
+  // As the decode kernel: a multiprocessor must be idle to divide its memory anew.
+  if (cudaError_t error = cudaFuncSetAttribute(
+          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+      error != cudaSuccess) {
+    return error;
+  }
+  int64_t const tiles = mostTiles();
   if (tiles > 65535) return cudaErrorInvalidValue;
   dim3 const grid(args.p.num_heads, tiles);
   return launchKernel(kernel, grid, warps * 32, stream, args, bytes, Start::kOverlapping);

@@ -48,24 +48,37 @@ __device__ __forceinline__ int newRowAt(AttentionArgs const& args, KeyLookup con
   return args.p.positions[low] == position ? low : -1;
 }
 
-// Source of a key; zeros past last_key and where the key's unit is null.
+// The pool, read once.
 template <typename T>
-__device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KeyLookup const& lookup,
-                                              int key, int last_key) {
+struct KvPool {
+  T* base;
+  int64_t num_units;
+
+  __device__ __forceinline__ explicit KvPool(AttentionArgs const& args)
+      : base(reinterpret_cast<T*>(args.p.kv_pool[0])), num_units(args.p.kv_pool[1]) {}
+};
+
+// The table's entry for a key; the null unit past last_key.
+__device__ __forceinline__ int32_t entryOf(AttentionArgs const& args, KeyLookup const& lookup,
+                                           int key, int last_key) {
+  return key > last_key || lookup.table == nullptr ? 0 : lookup.table[args.pages.page(key)];
+}
+
+// Source of a key, given its entryOf; zeros where that is no unit.
+template <typename T>
+__device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KvPool<T> const& pool,
+                                              KeyLookup const& lookup, int32_t entry, int key) {
   KeySource source{nullptr, nullptr};
-  if (key > last_key) return source;
-  int64_t offset = kvOffset(args, lookup.table, args.p.kv_pool[1], key, lookup.kv_head);
-  if (offset < 0) return source;
-  auto const* from = reinterpret_cast<T const*>(args.p.kv_pool[0]);
+  if (!isUnit(entry, pool.num_units)) return source;
+  T const* from = pool.base + args.layer.offset(entry, args.pages.token(key), lookup.kv_head);
   int64_t value_step = args.layer.halfStride();
   int const row = newRowAt(args, lookup, key);
   if (row >= 0) {
-    from = static_cast<T const*>(args.p.qkv);
-    offset = newKeyOffset(args, row, lookup.kv_head);
+    from = static_cast<T const*>(args.p.qkv) + newKeyOffset(args, row, lookup.kv_head);
     value_step = args.layer.tokenStride();
   }
-  source.key = reinterpret_cast<uint4 const*>(from + offset);
-  source.value = reinterpret_cast<uint4 const*>(from + offset + value_step);
+  source.key = reinterpret_cast<uint4 const*>(from);
+  source.value = reinterpret_cast<uint4 const*>(from + value_step);
   return source;
 }
 

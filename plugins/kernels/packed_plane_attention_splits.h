@@ -1,9 +1,9 @@
 // Where the keys of a row are cut: a function of positions alone, part of the bits of a result.
 //
-// Positions are cut into splits, eight of 256, eight of 512, eight of 1024 and so on. A split is
+// Positions are cut into splits, eight of 128, eight of 256, eight of 512 and so on. A split is
 // summed on its own, from zero, in tiles of 64 keys; splits are folded in order. So splits may run
 // side by side (decode) or one after the other (prefill) and give the same bits, and 64k positions
-// have no more than 40 partial results.
+// have no more than 49 partial results.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace looptrt {
 
 constexpr int32_t kTileKeys = 64;
-constexpr int32_t kFirstSplitBits = 8;
+constexpr int32_t kFirstSplitBits = 7;
 constexpr int32_t kFirstSplit = 1 << kFirstSplitBits;  // keys of the first splits
 constexpr int32_t kSplitsALength = 8;                  // splits before their length doubles
 constexpr int32_t kMaxPositions = 1 << 30;             // keeps position arithmetic inside int32

@@ -122,6 +122,27 @@ __device__ __forceinline__ void multiplyKeys(float (&scores)[8][4], Queries cons
   }
 }
 
+// scores = Q K of 16 of a tile's keys, to the bit as multiplyKeys. keys: the first one's row.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void multiplySixteenKeys(float (&scores)[2][4],
+                                                    uint32_t const (&queries)[kHeadDim / 16][4],
+                                                    uint32_t keys) {
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) scores[j][i] = 0.0f;
+  }
+#pragma unroll
+  for (int step = 0; step < kHeadDim / 16; ++step) {
+    uint32_t b[4];
+    loadMatrices(b, keys + TileLayout<kHeadDim>::byteOffset(lane % 8 + lane / 16 * 8,
+                                                            2 * step + lane / 8 % 2));
+    multiplyAdd<T>(scores[0], queries[step], b[0], b[1]);
+    multiplyAdd<T>(scores[1], queries[step], b[2], b[3]);
+  }
+}
+
 // Takes out the scores of keys after the rows' positions.
 __device__ __forceinline__ void hideKeys(float (&scores)[8][4], int first_key,
                                          int const (&positions)[2]) {
@@ -145,22 +166,27 @@ __device__ __forceinline__ void packWeights(float const (&weights)[8][4], int st
   packed[3] = Packed<T>::roundTo(weights[2 * step + 1][2], weights[2 * step + 1][3]);
 }
 
-// sums = sums * fade + P V of a tile. values: shared memory.
-template <typename T, int kHeadDim>
-__device__ __forceinline__ void addValues(float (&sums)[kHeadDim / 8][4], float const (&fade)[2],
-                                          float const (&weights)[8][4], uint32_t values) {
-  using Layout = TileLayout<kHeadDim>;
-  int const lane = threadIdx.x % 32;
+// sums = sums * fade.
+template <int kColumns>
+__device__ __forceinline__ void fadeSums(float (&sums)[kColumns][4], float const (&fade)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // Where no row has a larger score: times 1 changes nothing.
     if (!__any_sync(0xffffffffu, fade[half] != 1.0f)) continue;
 #pragma unroll
-    for (int j = 0; j < kHeadDim / 8; ++j) {
+    for (int j = 0; j < kColumns; ++j) {
 #pragma unroll
       for (int i = 2 * half; i < 2 * half + 2; ++i) sums[j][i] = mulRn(sums[j][i], fade[half]);
     }
   }
+}
+
+// sums = sums + P V of a tile. values: shared memory.
+template <typename T, int kHeadDim>
+__device__ __forceinline__ void addValues(float (&sums)[kHeadDim / 8][4],
+                                          float const (&weights)[8][4], uint32_t values) {
+  using Layout = TileLayout<kHeadDim>;
+  int const lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 0; step < kTileKeys / 16; ++step) {
     uint32_t a[4];
@@ -172,6 +198,32 @@ __device__ __forceinline__ void addValues(float (&sums)[kHeadDim / 8][4], float 
                              values + Layout::byteOffset(16 * step + lane % 16, 2 * j + lane / 16));
       multiplyAdd<T>(sums[2 * j], a, b[0], b[1]);
       multiplyAdd<T>(sums[2 * j + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// addValues of kColumns groups of 8 channels, from group `first` on.
+template <typename T, int kHeadDim, int kColumns>
+__device__ __forceinline__ void addValueColumns(float (&sums)[kColumns][4],
+                                                float const (&weights)[8][4], uint32_t values,
+                                                int first) {
+  using Layout = TileLayout<kHeadDim>;
+  int const lane = threadIdx.x % 32;
+#pragma unroll
+  for (int pair = 0; pair < kTileKeys / 32; ++pair) {
+    uint32_t b[kColumns][4];
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      loadMatricesTransposed(b[j], values + Layout::byteOffset(32 * pair + lane, first + j));
+    }
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+      uint32_t a[4];
+      packWeights<T>(weights, 2 * pair + step, a);
+#pragma unroll
+      for (int j = 0; j < kColumns; ++j) {
+        multiplyAdd<T>(sums[j], a, b[j][2 * step], b[j][2 * step + 1]);
+      }
     }
   }
 }

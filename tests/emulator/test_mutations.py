@@ -42,8 +42,8 @@ MUTATIONS = {
     "a wait for one group too few": (
         Mutation(
             DECODE,
-            "default:\n        waitForCopiesBut<0>();",
-            "default:\n        waitForCopiesBut<1>();",
+            "waitForCopiesBut<kStages - 2>();",
+            "waitForCopiesBut<kStages - 1>();",
         ),
         attention_is_right,
     ),

@@ -57,10 +57,15 @@ struct PageDivider {
   }
 };
 
+// Whether an entry of a block table names a unit that holds tokens.
+LOOPTRT_HOST_DEVICE bool isUnit(int32_t entry, int64_t num_units) {
+  return entry > 0 && entry < num_units;
+}
+
 // Unit of a page, or 0 where there is none. table: the sequence's row, or null.
 LOOPTRT_HOST_DEVICE int32_t unitOf(int32_t const* table, int32_t page, int64_t num_units) {
-  int32_t const unit = table == nullptr ? 0 : table[page];
-  return unit > 0 && unit < num_units ? unit : 0;
+  int32_t const entry = table == nullptr ? 0 : table[page];
+  return isUnit(entry, num_units) ? entry : 0;
 }
 
 }  // namespace looptrt
