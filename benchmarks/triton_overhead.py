@@ -5,9 +5,10 @@ process), `tensorrt_llm` and `ensemble` over streaming gRPC, and generate_stream
 Closed loop: each stream asks its next prompt when the last one is answered, so that throughput
 shows; there a way in that is longer by any time misses the next step of the engine, and waits a
 whole one. Open loop: requests arrive at the same random times for every way, at a share of the
-Python API's own rate at 32 streams; there times to the first token are compared at the same load.
-The ways take turns round by round; the first round is left out, the figures are medians of the
-others.
+round's own rate of the Python API at 32 streams; there times to the first token are compared at the
+same load. The ways take turns, in another order each round. A way is compared with the Python API
+of the same round, as machines change their pace; the first round is left out, the figures are
+medians of the others.
 
     python benchmarks/triton_overhead.py [--out benchmarks/results/triton.json]
 """
@@ -46,7 +47,7 @@ from running_server import RunningServer, running_server  # noqa: E402 - found b
 PROMPT = "n=5;a=0;y=s;m=7;f=2;s=m;p=y;t=y;?mft>"
 NEW_TOKENS = 32
 LOADS = {1: 6, 8: 32, 32: 128}  # streams, and requests of a round
-SHARES = {0.25: 32, 0.5: 64}  # of the Python API's rate, and requests of a round
+SHARES = {0.25: 48, 0.5: 96}  # of the Python API's rate, and requests of a round
 CLOSED = {f"{load} streams": load for load in LOADS}
 FULL = f"{max(LOADS)} streams"
 OPEN = {f"{share:.0%} of the rate": share for share in SHARES}
@@ -279,13 +280,16 @@ async def measure(llm: LLM, server: RunningServer, num_rounds: int) -> Rounds:
         ways = ways_of(llm, server, channel, tokenizer.encode(PROMPT))
         rounds: Rounds = {way: {load: [] for load in (*CLOSED, *OPEN)} for way in ways}
         for number in range(num_rounds):
+            first = number % len(ways)
+            order = [*ways, *ways][first : first + len(ways)]
             for load in rounds["python"]:
-                for way, ask in ways.items():
+                for way in order:
+                    ask = ways[way]
                     if load in CLOSED:
                         streams = CLOSED[load]
                         result = await run_round(ask, streams, LOADS[streams])
                     else:
-                        full = rounds["python"][FULL][0].tokens_per_s / NEW_TOKENS
+                        full = rounds["python"][FULL][-1].tokens_per_s / NEW_TOKENS
                         share = OPEN[load]
                         at_s = arrivals(SHARES[share], share * full)
                         result = await run_open_round(ask, at_s)
@@ -302,33 +306,35 @@ def shown(result: Round) -> str:
 
 def summary(rounds: Rounds) -> dict[str, Any]:
     """Medians without the first round, and what each way costs over the Python API."""
-    medians = {
+    return {
         way: {
-            load: Round(
-                *(
-                    statistics.median(getattr(one, field.name) for one in results[1:])
-                    for field in fields(Round)
-                )
-            )
+            load: {**medians(results[1:]), **costs(results[1:], rounds["python"][load][1:])}
             for load, results in loads.items()
         }
         for way, loads in rounds.items()
     }
+
+
+def medians(results: Sequence[Round]) -> dict[str, float]:
+    """Of every figure, times in milliseconds."""
+    ttft_s, in_s, out_s, tokens_per_s = (
+        statistics.median(getattr(one, field.name) for one in results) for field in fields(Round)
+    )
+    times = {"ttft_ms": ttft_s, "in_ms": in_s, "out_ms": out_s}
+    in_ms = {name: round(seconds * 1e3, 2) for name, seconds in times.items()}
+    return {**in_ms, "tokens_per_s": round(tokens_per_s, 1)}
+
+
+def costs(results: Sequence[Round], of_python: Sequence[Round]) -> dict[str, Any]:
+    """Against the Python API of the same round: medians, and all rounds' differences."""
+    pairs = list(zip(results, of_python, strict=True))
+    more_ms = [round((one.ttft_s - other.ttft_s) * 1e3, 2) for one, other in pairs]
+    shares = [one.tokens_per_s / other.tokens_per_s for one, other in pairs]
     return {
-        way: {
-            load: {
-                "ttft_ms": round(one.ttft_s * 1e3, 2),
-                "in_ms": round(one.in_s * 1e3, 2),
-                "out_ms": round(one.out_s * 1e3, 2),
-                "tokens_per_s": round(one.tokens_per_s, 1),
-                "ttft_more_ms": round((one.ttft_s - medians["python"][load].ttft_s) * 1e3, 2),
-                "throughput_share": round(
-                    one.tokens_per_s / medians["python"][load].tokens_per_s, 3
-                ),
-            }
-            for load, one in loads.items()
-        }
-        for way, loads in medians.items()
+        "ttft_more_ms": round(statistics.median(more_ms), 2),
+        "ttft_more_ms_of_rounds": more_ms,
+        "throughput_share": round(statistics.median(shares), 3),
+        "throughput_share_of_rounds": [round(share, 3) for share in shares],
     }
 
 
