@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build as build_library
-from kernels import copy_bandwidth, graph_of, machine, once
+from kernels import copy_bandwidth, graph_of, machine, steady
 from looptrt.kv_layout import PlaneLayout
 from looptrt.loop_spec import LoopSpec, NoiseMode
 from looptrt.models import ouro, raven
@@ -41,8 +41,7 @@ from looptrt.runtime.kernel_checks import probe_all
 
 KV_LENGTH = 576
 PAGE_SIZE = 32
-REPEATS = 25
-WARM_UP = 5
+REPEATS = 9
 GOALS = {"kernels": 1100, "of_gemms": 1.27}  # for Ouro-1.4B at one request
 
 CONFIGS: dict[str, tuple[Callable[..., LoopSpec], dict[str, Any]]] = {
@@ -294,11 +293,11 @@ def measure(step: DecodeStep, missing: list[str]) -> dict[str, Any]:
     for name, graph in graphs.items():
         results.setdefault(name, {}).update(kernel_counts(graph))
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    for _ in range(WARM_UP + REPEATS):
+    for _ in range(REPEATS):
         for name, graph in graphs.items():
-            times[name].append(once(graph.replay) / 1e3)
+            times[name] += (us / 1e3 for us in steady(graph.replay, repeats=1))
     for name, all_ms in times.items():
-        kept = sorted(all_ms[WARM_UP:])
+        kept = sorted(all_ms)
         results[name] |= {"ms": statistics.median(kept), "ms_range": [kept[0], kept[-1]]}
     of_gemms = {
         name: results[name]["ms"] / results["GEMMs alone"]["ms"]

@@ -388,6 +388,25 @@ def microseconds(work: Callable[[], Any], repeats: int = 15) -> float:
     return statistics.median([once(work) for _ in range(repeats + 3)][3:])
 
 
+def steady(replay: Callable[[], Any], repeats: int = 9, in_a_row: int = 3) -> list[float]:
+    """Times of a graph's replays behind one another, as an engine runs them, in µs.
+
+    A replay by itself adds the time in which the host launches a graph of a thousand kernels,
+    up to 1 ms; an engine does that while the step before runs. The first of the times is dropped.
+    """
+    times = []
+    for _ in range(repeats + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        replay()
+        begin.record()
+        for _ in range(in_a_row):
+            replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / in_a_row)
+    return times[1:]
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written per second by a large device copy, in GB/s."""
     source, target = (torch.empty(2**31, dtype=torch.uint8, device="cuda") for _ in range(2))
@@ -609,7 +628,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--skip", default="", help="comma-separated: check, sanitize, time")
     parser.add_argument("--library", type=Path, help="use this library, build none")
-    parser.add_argument("--noise-tokens", type=int, default=2048, help="of 5280 draws each")
+    parser.add_argument("--noise-tokens", type=int, default=20000, help="of 5280 draws each")
     parser.add_argument("--drive", action="store_true", help="run small shapes only")
     options = parser.parse_args()
     if options.drive:

@@ -9,17 +9,16 @@ Prompts of equal length are prefilled together. Weights are random: only time is
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels import microseconds, steady
+
 DTYPE = torch.bfloat16
 _WARM_UP = 3
-_REPEATS = 15
 
 
 @dataclass(frozen=True)
@@ -178,21 +177,6 @@ def make(shape: Shape, batch: int, length: int, device: str = "cuda") -> PlainMo
     return model.requires_grad_(requires_grad=False).eval()
 
 
-def once(work: Callable[[], Any]) -> float:
-    """Milliseconds of one run."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    work()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def timed(work: Callable[[], Any]) -> float:
-    """Median milliseconds of one run, after runs that warm up."""
-    return statistics.median([once(work) for _ in range(_WARM_UP + _REPEATS)][_WARM_UP:])
-
-
 @torch.no_grad()
 def measure(shape: Shape, batch: int, prompt_tokens: int, output_tokens: int) -> dict[str, float]:
     """Milliseconds of a prefill and of a decode step, and what they make of a burst.
@@ -203,7 +187,7 @@ def measure(shape: Shape, batch: int, prompt_tokens: int, output_tokens: int) ->
     model = make(shape, batch, prompt_tokens + output_tokens)
     prompt = torch.randint(0, shape.vocab, (batch, prompt_tokens), device="cuda")
     every = torch.arange(prompt_tokens, device="cuda")
-    prefill_ms = timed(lambda: model(prompt, every, is_prompt=True))
+    prefill_ms = microseconds(lambda: model(prompt, every, is_prompt=True)) / 1e3
     token = torch.zeros(batch, 1, dtype=torch.long, device="cuda")
     position = torch.full((1,), prompt_tokens + output_tokens // 2, device="cuda")
     for _ in range(_WARM_UP):
@@ -211,7 +195,7 @@ def measure(shape: Shape, batch: int, prompt_tokens: int, output_tokens: int) ->
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         token.copy_(model(token, position, is_prompt=False))
-    step_ms = timed(graph.replay)
+    step_ms = statistics.median(steady(graph.replay)) / 1e3
     total_s = (prefill_ms + (output_tokens - 1) * step_ms) / 1e3
     return {
         "prefill_ms": prefill_ms,

@@ -59,7 +59,7 @@ def limits(batches: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - in the child alone
 
     from decode_step import CONFIGS, DecodeStep, products_of  # noqa: PLC0415
-    from kernels import copy_bandwidth, graph_of, microseconds  # noqa: PLC0415
+    from kernels import copy_bandwidth, graph_of, steady  # noqa: PLC0415
     from looptrt.plugins import launch  # noqa: PLC0415
 
     launch.load()
@@ -76,7 +76,7 @@ def limits(batches: dict[str, tuple[int, ...]]) -> dict[str, Any]:
             step = DecodeStep(parse(config, model), count, device, kv_length=32, model=built)
             built = step.model
             graph = graph_of(products_of(step))
-            gemm_ms[model][count] = microseconds(graph.replay) / 1e3
+            gemm_ms[model][count] = statistics.median(steady(graph.replay)) / 1e3
             del step, graph
         weight_bytes[model] = _weight_bytes_per_token(built)
         del built
@@ -134,9 +134,9 @@ def graph_and_step(engine_dir: Path, count: int, prompt_tokens: int) -> dict[str
     import torch  # noqa: PLC0415 - in the child alone
     from data_movement import fill  # noqa: PLC0415
 
-    from kernels import once  # noqa: PLC0415
+    from kernels import steady  # noqa: PLC0415
 
-    window, in_a_row = 64, 20
+    window = 64
     core = EngineCore(
         engine_dir, EngineConfig(device="cuda", kv_cache_free_gpu_memory_fraction=_POOL_SHARE)
     )
@@ -150,11 +150,6 @@ def graph_and_step(engine_dir: Path, count: int, prompt_tokens: int) -> dict[str
     # The graph that ran last, on its last inputs: it writes what it wrote before.
     graphs = core.executor._graphs.cache._graphs
     graph = graphs[next(reversed(graphs))]
-
-    def replay() -> None:
-        for _ in range(in_a_row):
-            graph.replay()
-
-    graph_ms = statistics.median([once(replay) for _ in range(5)][1:]) / 1e3 / in_a_row
+    graph_ms = statistics.median(steady(graph.replay, repeats=4, in_a_row=20)) / 1e3
     core.close()
     return {"graph_ms": graph_ms, "step_ms": 1e3 * statistics.median(times)}
