@@ -34,7 +34,8 @@ from looptrt.loop_spec import LoopSpec, NoiseMode
 from looptrt.models import ouro, raven
 from looptrt.models.blocks import LoopedModel, build
 from looptrt.models.operator_calls import calls_of
-from looptrt.plugins import launch, ops, schema
+from looptrt.plugins import launch, schema
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.probe import QUICK_ROWS, Clock, failures
 from looptrt.plugins.products import Products
 from looptrt.runtime.kernel_checks import probe_all
@@ -225,7 +226,8 @@ def arm(step: DecodeStep, name: str, missing: list[str]) -> Iterator[None]:
     every = [op.name for op in schema.OPS if op.name != "position_keyed_noise"]
     assert step.model is not None
     with contextlib.ExitStack() as stack:
-        stack.enter_context(ops.running_unfused(every if name == "op by op" else missing))
+        step.model.use_operators(Operators(every if name == "op by op" else missing))
+        stack.callback(step.model.use_operators, Operators())
         if "skinny" in name:
             step.model.use_products(Products(max_skinny_rows=launch.MAX_SKINNY_ROWS))
             stack.callback(step.model.use_products, Products())

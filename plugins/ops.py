@@ -1,22 +1,25 @@
-"""The operators of `schema.OPS` as `torch.ops.looptrt.*`, registered on import.
+"""The operators of `schema.OPS` as `torch.ops.looptrt.*`, registered on import, and as a model's.
 
-Owns operand checks, result shapes (both read off the schema) and which operators a process
-runs unfused on CUDA; leaves arithmetic to `reference` on the CPU and to `launch` on CUDA, where
-the plugin library is opened by the first call. Invariant: one registration a process, however
-often this is imported.
+Owns operand checks, result shapes (both read off the schema) and a model's choice between an
+operator and its chain of torch operators; leaves arithmetic to `reference` on the CPU, to
+`launch` on CUDA, where the plugin library is opened by the first call, and to `unfused`.
+Invariants: one registration a process, however often this is imported; a choice belongs to one
+model, so engines of one process do not share it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from looptrt.plugins import launch, reference, schema, unfused
+from looptrt.errors import PluginError
+from looptrt.plugins import launch, reference, schema
 from looptrt.plugins.schema import NAMESPACE, Dim, Kind, OpSchema, operand_error
+from looptrt.plugins.unfused import FORMS
 
 _MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _INTEGER_DTYPES = {Kind.INT32: torch.int32, Kind.INT64: torch.int64}
@@ -96,7 +99,7 @@ def _checked(op: OpSchema) -> Callable[..., Any]:
 
 
 def _launched(op: OpSchema) -> Callable[..., Any]:
-    """CUDA kernel: the launcher, or the unfused form, behind operand checks.
+    """CUDA kernel: the launcher behind operand checks.
 
     Shapes, dtypes and attributes that passed once are not checked again: a large step launches
     thousands of kernels, and the checks cost the host more than the launch.
@@ -114,7 +117,7 @@ def _launched(op: OpSchema) -> Callable[..., Any]:
         for tensor, operand in zip(op.inputs, operands, strict=True):
             if operand.get_device() != index or not operand.is_contiguous():
                 launch.check_placement(op.name, tensor.name, operand, operands[0].device)
-        return cuda_form(op.name)(*operands, **attributes)
+        return launch.OPERATORS[op.name](*operands, **attributes)
 
     return run
 
@@ -129,34 +132,6 @@ def _plain_size(item: Any) -> Any:  # noqa: ANN401 - a shape or a dtype
 
 
 _MOST_PASSED = 1024
-_unfused: set[str] = set()
-
-
-def cuda_form(name: str) -> Callable[..., Any]:
-    """What runs an operator on CUDA now: its launcher, or torch operators where so decided."""
-    return unfused.FORMS[name] if name in _unfused else launch.OPERATORS[name]
-
-
-def is_unfused(name: str) -> bool:
-    """Whether an operator runs op by op on CUDA now."""
-    return name in _unfused
-
-
-def use_unfused(names: Iterable[str]) -> None:
-    """Run these operators op by op on CUDA from now on, in the whole process."""
-    _unfused.update(names)
-
-
-@contextmanager
-def running_unfused(names: Iterable[str]) -> Iterator[None]:
-    """Run these operators op by op on CUDA within the block."""
-    before = set(_unfused)
-    use_unfused(names)
-    try:
-        yield
-    finally:
-        _unfused.clear()
-        _unfused.update(before)
 
 
 def _fake(op: OpSchema) -> Callable[..., Any]:
@@ -187,3 +162,24 @@ def _register() -> torch.library.Library:
 # A second execution of this module (a reload) finds the operators and leaves them alone.
 if not hasattr(torch.ops.looptrt, schema.OPS[0].name):
     LIBRARY = _register()
+
+
+class Operators(SimpleNamespace):
+    """The operators as one model calls them, each an attribute: `operators.fenced_rope(...)`.
+
+    Args:
+        unfused: names of those that run as chains of torch operators, on every device; the
+            others are `torch.ops.looptrt`'s.
+
+    Raises:
+        PluginError: there is no operator of such a name.
+    """
+
+    unfused: frozenset[str]
+
+    def __init__(self, unfused: Iterable[str] = ()) -> None:
+        names = frozenset(unfused)
+        if unknown := names - FORMS.keys():
+            raise PluginError(f"unfused: there is no operator {', '.join(sorted(unknown))}")
+        fused = {name: getattr(torch.ops.looptrt, name) for name in FORMS}
+        super().__init__(unfused=names, **(fused | {name: FORMS[name] for name in names}))

@@ -145,4 +145,4 @@ FORMS: dict[str, Callable[..., Any]] = {
     op.name: _OWN.get(op.name, getattr(reference, op.name)) for op in OPS
 }
 # Those whose bits are PyTorch's: with them run op by op, an engine's results do not change.
-EXACT = tuple(op.name for op in OPS if op.level is Exactness.EQUALS_TORCH)
+EXACT = frozenset(op.name for op in OPS if op.level is Exactness.EQUALS_TORCH)

@@ -20,7 +20,8 @@ import torch
 from looptrt.errors import EngineError, RequestError
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import TENSORRT_BACKENDS, WEIGHTS_NAME, Manifest
-from looptrt.plugins import ops, unfused
+from looptrt.plugins import unfused
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.products import Products
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.device import choose_device, free_beside_scratch
@@ -49,6 +50,12 @@ class EngineCore:
         engine_dir: directory written by `looptrt build`.
         config: run-time limits and switches.
 
+    Attributes:
+        manifest: of the directory.
+        device: where it runs.
+        executor: of its steps.
+        scheduler: of its requests.
+
     Raises:
         ManifestError: the directory is damaged or of another version.
         EngineError: the configuration does not fit the engine or the machine.
@@ -57,14 +64,14 @@ class EngineCore:
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self.manifest = Manifest.load(engine_dir)
         backend = self.manifest.backend if config.backend == "auto" else config.backend
-        self._device = device = _device(config, backend)
+        self.device = device = _device(config, backend)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         elif self.manifest.spec.hidden_size < _THREADED_HIDDEN_SIZE:
             torch.set_num_threads(1)
         check_asked(config, self.manifest.dtype, backend, device)
         make_executor: Callable[..., Executor] = TorchExecutor
-        products, free_bytes = Products(), None
+        products, operators, free_bytes = Products(), Operators(), None
         if backend in TENSORRT_BACKENDS:
             # No operator of a compiled engine can be replaced by its unfused form.
             settle_kernels(self.manifest, replace(config, require_exact=True), device)
@@ -77,10 +84,10 @@ class EngineCore:
             products = settle_products(self.manifest, config, device)
             if device.type == "cuda":
                 make_executor = CudaExecutor
-                if config.fused_kernels:
-                    settle_kernels(self.manifest, config, device)
-                else:
-                    ops.use_unfused(unfused.EXACT)
+                is_fused = config.fused_kernels
+                operators = Operators(
+                    settle_kernels(self.manifest, config, device) if is_fused else unfused.EXACT
+                )
                 limits = config.limits(self.manifest)
                 free_bytes = free_beside_scratch(device, self.manifest, limits)
         scheduler_config = _scheduler_config(self.manifest, config, free_bytes)
@@ -94,6 +101,7 @@ class EngineCore:
         )
         try:
             self.executor.use_products(products)
+            self.executor.use_operators(operators)
             self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
             self.scheduler = Scheduler(
                 scheduler_config, self.manifest.layout, cache_identity(self.manifest)
@@ -147,8 +155,8 @@ class EngineCore:
     def stats(self) -> dict[str, int | float]:
         """Queue, pool, cache and memory figures by name."""
         gpu_bytes = 0
-        if self._device.type == "cuda":
-            gpu_bytes = torch.cuda.memory_reserved(self._device)
+        if self.device.type == "cuda":
+            gpu_bytes = torch.cuda.memory_reserved(self.device)
             gpu_bytes += self.executor.num_units * self.manifest.layout.unit_bytes
         return {
             **dataclasses.asdict(self.scheduler.stats()),

@@ -19,7 +19,7 @@ import torch
 from looptrt.errors import EngineError
 from looptrt.manifest import Manifest
 from looptrt.models.operator_calls import operator_calls
-from looptrt.plugins import launch, ops
+from looptrt.plugins import launch
 from looptrt.plugins.probe import (
     QUICK_ROWS,
     Clock,
@@ -39,8 +39,13 @@ _PROBE_S = 10.0
 _logger = logging.getLogger(__name__)
 
 
-def settle_kernels(manifest: Manifest, config: EngineConfig, device: torch.device) -> None:
-    """Check the engine's kernels on a GPU, or recall a check, and replace those that fail.
+def settle_kernels(
+    manifest: Manifest, config: EngineConfig, device: torch.device
+) -> frozenset[str]:
+    """Check the engine's kernels on a GPU, or recall a check.
+
+    Returns:
+        Operators whose kernels fail: this engine runs them op by op.
 
     Raises:
         EngineError: the configuration requires exactness and a kernel lacks it.
@@ -54,12 +59,12 @@ def settle_kernels(manifest: Manifest, config: EngineConfig, device: torch.devic
 
     question = {"calls": list(map(asdict, calls)), "rows": rows}
     verdicts = recalled(question, probe, device, config)
-    act_on(verdicts, require_exact=config.require_exact)
     torch.cuda.empty_cache()
+    return act_on(verdicts, require_exact=config.require_exact)
 
 
-def act_on(verdicts: Sequence[Verdict], *, require_exact: bool) -> None:
-    """Run operators without a sound kernel op by op, in the whole process.
+def act_on(verdicts: Sequence[Verdict], *, require_exact: bool) -> frozenset[str]:
+    """Operators to run op by op: those without a sound kernel.
 
     Bits of attention that change with its neighbours are reported only: torch's own attention
     promises no more.
@@ -74,7 +79,6 @@ def act_on(verdicts: Sequence[Verdict], *, require_exact: bool) -> None:
         is_kept = verdict.level is Exactness.BATCH_INVARIANT
         action = "still used" if is_kept else "replaced by torch's operators"
         _logger.warning("kernel %s: %s", action, _describe(verdict))
-    ops.use_unfused(v.call.op for v in failed if v.level is not Exactness.BATCH_INVARIANT)
     elements = sum(verdict.elements for verdict in verdicts)
     _logger.info(
         "%d of %d kernel checks hold (%d results compared)",
@@ -82,6 +86,7 @@ def act_on(verdicts: Sequence[Verdict], *, require_exact: bool) -> None:
         len(verdicts),
         elements,
     )
+    return frozenset(v.call.op for v in failed if v.level is not Exactness.BATCH_INVARIANT)
 
 
 def probe_all(

@@ -32,7 +32,7 @@ _logger = logging.getLogger(__name__)
 
 
 def check_asked(config: EngineConfig, dtype: str, backend: str, device: torch.device) -> None:
-    """Refuse settings of products that nothing here could follow.
+    """Refuse settings of products and kernels that nothing here could follow.
 
     Args:
         config: what was asked.
@@ -45,6 +45,10 @@ def check_asked(config: EngineConfig, dtype: str, backend: str, device: torch.de
     """
     rows = config.skinny_linear_rows
     if backend in TENSORRT_BACKENDS:
+        if not config.fused_kernels:
+            raise EngineError(
+                f"fused_kernels: expected true, got false: backend {backend} runs what was compiled"
+            )
         own = f"backend {backend} computes matrix products its own way"
         if rows:
             raise EngineError(f"skinny_linear_rows: expected 0, got {rows}: {own}")

@@ -22,7 +22,7 @@ from looptrt.errors import EngineError, LooptrtError
 from looptrt.manifest import Manifest
 from looptrt.runtime.admission import Admission
 from looptrt.runtime.config import EngineConfig
-from looptrt.runtime.engine_process import Core, load_core
+from looptrt.runtime.engine_process import load_core
 from looptrt.runtime.outputs import FinishedRequest
 from looptrt.runtime.request import FinishReason
 from looptrt.runtime.sampling_params import SamplingParams
@@ -73,11 +73,10 @@ class OfflineEngine:
     """
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
-        self._core: Core = load_core(engine_dir, config)
+        self._core = load_core(engine_dir, config)
         self.manifest = self._core.manifest
-        stats = self._core.stats()
-        self.num_units = int(stats["num_units"])
-        self.on_gpu = stats["gpu_memory_bytes"] > 0
+        self.num_units = int(self._core.stats()["num_units"])
+        self.on_gpu = self._core.device.type == "cuda"
         self._tokenizer = Tokenizer.of_engine(engine_dir)
         self._admission = Admission(
             manifest=self.manifest,
@@ -164,7 +163,7 @@ class OfflineEngine:
 
 
 class OfflineProcess:
-    """The same in a process of its own: some settings hold for a whole process.
+    """The same in a process of its own, with CPU threads, memory and garbage of its own.
 
     Raises:
         EngineError: the engine could not start, has ended or does not answer.

@@ -26,17 +26,15 @@ from looptrt.loop_spec import (
     RopeScalingKind,
     RopeStyle,
 )
-from looptrt.plugins import ops  # noqa: F401 - defines torch.ops.looptrt
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.products import JoinedProduct, Products
 
 EMBEDDING = "prelude.embedding.weight"
 HEAD = "coda.head.weight"
 
-_OPS = torch.ops.looptrt
-
 Device: TypeAlias = torch.device | str
 Join: TypeAlias = Callable[
-    [Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
+    [Operators, Tensor, Tensor, Tensor | None, Tensor | None, float], tuple[Tensor, Tensor]
 ]
 
 
@@ -144,10 +142,12 @@ class Layer(nn.Module):
 
     Attributes:
         products: how its matrix products are computed; see `LoopedModel.use_products`.
+        operators: what it calls by name; see `LoopedModel.use_operators`.
         joined: those of them that hold several of the checkpoint's matrices.
     """
 
     products = Products()
+    operators = Operators()
 
     def __init__(
         self,
@@ -200,63 +200,79 @@ class Layer(nn.Module):
 
     def attend(self, y: Tensor, kv: KVInputs, rope: Rope) -> Tensor:
         """Attention sublayer of its input rows, [R, H] to [R, H]."""
+        operators = self.operators
         qkv = self.products.joined(y, self.qkv.weight, self._qkv)
         if self._qk_norm_eps is not None:
             norms = self.q_norm.weight, self.k_norm.weight
-            qkv = _OPS.fenced_qk_norm(qkv, *norms, **self._heads, eps=self._qk_norm_eps)
+            qkv = operators.fenced_qk_norm(qkv, *norms, **self._heads, eps=self._qk_norm_eps)
         turn = (kv.positions, rope.cos, rope.sin)
         if self._has_bias:
-            qkv = _OPS.fenced_bias_rope(
+            qkv = operators.fenced_bias_rope(
                 qkv, self.qk_bias, *turn, **self._heads, interleaved=self._interleaved
             )
         else:
-            qkv = _OPS.fenced_rope(qkv, *turn, **self._heads, interleaved=self._interleaved)
-        attended = _OPS.packed_plane_attention(qkv, *kv, **self._heads, **self._kv_place)
+            qkv = operators.fenced_rope(qkv, *turn, **self._heads, interleaved=self._interleaved)
+        attended = operators.packed_plane_attention(qkv, *kv, **self._heads, **self._kv_place)
         return self.products.linear(attended, self.o.weight)
 
     def mlp(self, y: Tensor) -> Tensor:
         """MLP sublayer of its input rows, [R, H] to [R, H]."""
         gate_up = self.products.joined(y, self.gate_up.weight, self._gate_up)
-        return self.products.linear(_OPS.fenced_silu_mul(gate_up), self.down.weight)
+        return self.products.linear(self.operators.fenced_silu_mul(gate_up), self.down.weight)
 
 
-def _open(h: Tensor, opening: Tensor | None, eps: float) -> Tensor:
+def _open(operators: Operators, h: Tensor, opening: Tensor | None, eps: float) -> Tensor:
     """A sublayer's input: the stream after its opening norm, or itself."""
     if opening is None:
         return h
-    opened: Tensor = _OPS.fenced_rms_norm(h, opening, eps=eps)
+    opened: Tensor = operators.fenced_rms_norm(h, opening, eps=eps)
     return opened
 
 
 def _join_sandwich(
-    x: Tensor, residual: Tensor, closing: Tensor | None, opening: Tensor | None, eps: float
+    operators: Operators,
+    x: Tensor,
+    residual: Tensor,
+    closing: Tensor | None,
+    opening: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     if opening is None:
-        h = residual + _OPS.fenced_rms_norm(x, closing, eps=eps)
+        h = residual + operators.fenced_rms_norm(x, closing, eps=eps)
         return h, h
-    h, y = _OPS.fenced_rms_norm_add_rms_norm(x, residual, closing, opening, eps=eps)
+    h, y = operators.fenced_rms_norm_add_rms_norm(x, residual, closing, opening, eps=eps)
     return h, y
 
 
 def _join_sum_norm(
-    x: Tensor, residual: Tensor, closing: Tensor | None, opening: Tensor | None, eps: float
+    operators: Operators,
+    x: Tensor,
+    residual: Tensor,
+    closing: Tensor | None,
+    opening: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     if opening is None:
-        h = _OPS.fenced_add_rms_norm(x, residual, closing, eps=eps)
+        h = operators.fenced_add_rms_norm(x, residual, closing, eps=eps)
         return h, h
-    h, y = _OPS.fenced_add_rms_norm_rms_norm(x, residual, closing, opening, eps=eps)
+    h, y = operators.fenced_add_rms_norm_rms_norm(x, residual, closing, opening, eps=eps)
     return h, y
 
 
 def _join_pre_norm(
-    x: Tensor, residual: Tensor, _closing: Tensor | None, opening: Tensor | None, eps: float
+    operators: Operators,
+    x: Tensor,
+    residual: Tensor,
+    _closing: Tensor | None,
+    opening: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor]:
     h = residual + x
-    return h, _open(h, opening, eps)
+    return h, _open(operators, h, opening, eps)
 
 
-# How a sublayer's output x joins the stream: (x, residual, closing norm, next sublayer's opening
-# norm or None, eps) to the new stream h and the next sublayer's input y.
+# How a sublayer's output x joins the stream: (operators, x, residual, closing norm, next
+# sublayer's opening norm or None, eps) to the new stream h and the next sublayer's input y.
 JOINS: Mapping[BlockKind, Join] = {
     BlockKind.SANDWICH: _join_sandwich,
     BlockKind.SUM_NORM: _join_sum_norm,
@@ -278,11 +294,13 @@ class Phase(nn.Module):
         input_names: inputs of `forward`, in order.
         output_names: results of `forward`, in order; no output is named like an input.
         products: how matrix products outside its layers are computed.
+        operators: what it calls by name outside its layers.
     """
 
     input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     products = Products()
+    operators = Operators()
 
     def __init__(self, spec: LoopSpec, layers: Sequence[Layer], rope: Rope) -> None:
         super().__init__()
@@ -328,13 +346,14 @@ class Phase(nn.Module):
         layers = cast("list[Layer]", list(self.layers))
         if not layers:
             return h, h
-        kv, eps = KVInputs.of(inputs), self.spec.norm_eps
+        kv, eps, operators = KVInputs.of(inputs), self.spec.norm_eps, self.operators
         openings = [*(_tensor(layer.norm_1) for layer in layers[1:]), last_opening]
-        y = _open(h, _tensor(layers[0].norm_1), eps)
+        y = _open(operators, h, _tensor(layers[0].norm_1), eps)
         for layer, opening in zip(layers, openings, strict=True):
             attended = layer.attend(y, kv, self.rope)
-            h, y = self._join(attended, h, _tensor(layer.norm_2), _tensor(layer.norm_3), eps)
-            h, y = self._join(layer.mlp(y), h, _tensor(layer.norm_4), opening, eps)
+            inner = _tensor(layer.norm_2), _tensor(layer.norm_3)
+            h, y = self._join(operators, attended, h, *inner, eps)
+            h, y = self._join(operators, layer.mlp(y), h, _tensor(layer.norm_4), opening, eps)
         return h, y
 
 
@@ -384,7 +403,7 @@ class Prelude(Phase):
             return embedded.clone()
         if not self._draws_noise:
             return inputs["initial_state"].clone()
-        noise: Tensor = _OPS.position_keyed_noise(
+        noise: Tensor = self.operators.position_keyed_noise(
             h,
             inputs["positions"],
             inputs["noise_seeds"],
@@ -430,12 +449,13 @@ class Core(Phase):
     def forward(self, *tensors: Tensor) -> Tensor:
         """Run one loop; returns next_state."""
         inputs = self._by_name(tensors)
+        operators = self.operators
         state, rows = inputs["state"], inputs["rows"]
-        h = _OPS.compact_gather(state, rows)
+        h = operators.compact_gather(state, rows)
         injection = None
         if self.spec.adapter:
-            injection = _OPS.compact_gather(inputs["injection"], rows)
-        scattered: Tensor = _OPS.compact_scatter(state, self.loop(h, injection, inputs), rows)
+            injection = operators.compact_gather(inputs["injection"], rows)
+        scattered: Tensor = operators.compact_scatter(state, self.loop(h, injection, inputs), rows)
         return scattered
 
     def loop(self, h: Tensor, injection: Tensor | None, inputs: Mapping[str, Tensor]) -> Tensor:
@@ -490,13 +510,14 @@ class Coda(Phase):
     def forward(self, *tensors: Tensor) -> Tensor:
         """Finish T tokens; returns logits of the chosen rows."""
         inputs = self._by_name(tensors)
+        operators = self.operators
         h, eps = inputs["state"], self.spec.norm_eps
         if self.spec.norm_before_coda:
-            h = _OPS.fenced_rms_norm(h, self.norm.weight, eps=eps)
+            h = operators.fenced_rms_norm(h, self.norm.weight, eps=eps)
         h, _ = self._run_layers(h, inputs)
-        h = _OPS.compact_gather(h, inputs["logit_rows"])
+        h = operators.compact_gather(h, inputs["logit_rows"])
         if self.spec.norm_before_head:
-            h = _OPS.fenced_rms_norm(h, self.norm.weight, eps=eps)
+            h = operators.fenced_rms_norm(h, self.norm.weight, eps=eps)
         return self.products.linear(h, self.head.weight).to(self._logits_dtype)
 
 
@@ -518,6 +539,12 @@ class LoopedModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Layer | Phase):
                 module.products = products
+
+    def use_operators(self, operators: Operators) -> None:
+        """Call these operators in all phases from now on; captured graphs stay what they are."""
+        for module in self.modules():
+            if isinstance(module, Layer | Phase):
+                module.operators = operators
 
     def joined_products(self) -> tuple[JoinedProduct, ...]:
         """Products of several matrices each, which the checkpoint's own model multiplies apart."""

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from looptrt.manifest import Manifest
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.products import Products
 from looptrt.runtime.batch import LoopRows, loop_rows, select_rows
 from looptrt.runtime.config import CudaGraphs
@@ -93,6 +94,10 @@ class Executor(ABC):
     @abstractmethod
     def use_products(self, products: Products) -> None:
         """Compute matrix products so, in graphs too; called before `use_graphs`."""
+
+    @abstractmethod
+    def use_operators(self, operators: Operators) -> None:
+        """Call these operators, in graphs too; called before `use_graphs`."""
 
     @abstractmethod
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:

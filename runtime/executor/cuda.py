@@ -24,7 +24,7 @@ import torch
 
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
-from looptrt.plugins import launch, ops
+from looptrt.plugins import launch
 from looptrt.plugins.products import Products
 from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.config import CudaGraphs
@@ -98,7 +98,7 @@ class CudaExecutor(TorchExecutor):
         manifest = self.manifest
         # A state drawn on the CPU comes as a tensor of its own, which no graph holds.
         on_host = manifest.noise_mode is NoiseMode.SEQUENTIAL
-        on_host |= ops.is_unfused("position_keyed_noise")
+        on_host |= "position_keyed_noise" in self._model.prelude.operators.unfused
         if mode == "off" or (on_host and manifest.spec.initial_state is InitialState.RANDOM):
             return
         try:

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from looptrt.errors import ManifestError
 from looptrt.manifest import WEIGHTS_NAME, Manifest
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.products import Products
 from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
@@ -83,6 +84,9 @@ class TensorRtExecutor(CudaExecutor):
 
     def use_products(self, products: Products) -> None:
         """Nothing: an engine's products are its own."""
+
+    def use_operators(self, operators: Operators) -> None:
+        """Nothing: a compiled engine's operators are plugins in it."""
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """Nothing: an engine's enqueue is not captured."""

@@ -18,6 +18,7 @@ from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.models.blocks import Phase
 from looptrt.models.weights import load_model
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.products import Products
 from looptrt.plugins.reference import plane_copy, update_tables
 from looptrt.runtime.config import CudaGraphs
@@ -88,6 +89,10 @@ class TorchExecutor(Executor):
     def use_products(self, products: Products) -> None:
         """See `Executor.use_products`."""
         self._model.use_products(products)
+
+    def use_operators(self, operators: Operators) -> None:
+        """See `Executor.use_operators`."""
+        self._model.use_operators(operators)
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """Nothing: a CPU has no graphs."""

@@ -17,7 +17,8 @@ from looptrt.loop_spec import LoopSpec, NoiseMode
 from looptrt.models import ouro, raven
 from looptrt.models.blocks import build
 from looptrt.models.operator_calls import calls_of
-from looptrt.plugins import launch, ops, reference, schema, unfused
+from looptrt.plugins import launch, reference, schema, unfused
+from looptrt.plugins.ops import Operators
 from looptrt.plugins.probe import (
     ATTENTION,
     QUICK_ROWS,
@@ -225,15 +226,16 @@ def test_unfused_attention_equals_the_twin_with_gaps_and_poisoned_memory() -> No
 # ---- what follows
 
 
-def test_an_operator_told_so_runs_unfused_until_the_block_ends() -> None:
-    kernel = launch.OPERATORS["fenced_silu_mul"]
-    assert ops.cuda_form("fenced_silu_mul") is kernel
-    with ops.running_unfused(["fenced_silu_mul"]):
-        assert ops.cuda_form("fenced_silu_mul") is reference.fenced_silu_mul
-        with ops.running_unfused(["fenced_rope"]):
-            assert ops.cuda_form("fenced_silu_mul") is reference.fenced_silu_mul
-        assert ops.cuda_form("fenced_rope") is launch.OPERATORS["fenced_rope"]
-    assert ops.cuda_form("fenced_silu_mul") is kernel
+def test_a_model_calls_torchs_operators_where_it_was_told_and_ours_elsewhere() -> None:
+    one, other = Operators(["fenced_silu_mul"]), Operators()
+    assert one.fenced_silu_mul is reference.fenced_silu_mul
+    assert one.fenced_rope is torch.ops.looptrt.fenced_rope
+    assert one.unfused == {"fenced_silu_mul"}
+    for op in schema.OPS:
+        assert getattr(other, op.name) is getattr(torch.ops.looptrt, op.name)
+        assert getattr(Operators(launch.OPERATORS), op.name) is unfused.FORMS[op.name]
+    with pytest.raises(PluginError, match="there is no operator rope, silu"):
+        Operators(["silu", "rope", "fenced_rope"])
 
 
 def test_verdicts_come_back_for_the_same_question_only(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from looptrt.errors import PluginError
-from looptrt.plugins import ops, reference, schema
+from looptrt.plugins import launch, ops, reference, schema
 from looptrt.plugins.schema import Dim, Kind, OpSchema
 from tests.plugins.pools import int32
 
@@ -126,7 +126,7 @@ def test_calls_that_passed_are_remembered_without_work_for_the_collector(
 ) -> None:
     """Thousands of shapes made full collections of garbage longer, on a GPU's engine only."""
     op = next(op for op in schema.OPS if op.name == "fenced_silu_mul")
-    monkeypatch.setattr(ops, "cuda_form", lambda _name: lambda x: x)
+    monkeypatch.setitem(launch.OPERATORS, op.name, lambda x: x)
     bound: list[int] = []
     bind = ops.bind
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 
 from looptrt.cli import main
 from looptrt.errors import EngineError
-from looptrt.plugins import launch, ops, reference
+from looptrt.plugins import launch, reference
+from looptrt.runtime import engine_core
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.llm import LLM
@@ -19,6 +21,7 @@ from looptrt.runtime.sampling_params import SamplingParams
 from tests.e2e import test_engine_oracle, test_exits
 from tests.e2e.test_engine_oracle import MAKERS, Build, assert_all, prompt_of
 from tests.support.engines import Harness
+from tests.support.gpu_on_cpu import counted
 
 pytestmark = pytest.mark.gpu
 
@@ -123,24 +126,34 @@ def test_a_pool_that_does_not_fit_is_refused_with_the_numbers(
 def test_a_wrong_kernel_is_found_and_replaced(
     engine_of: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Fails without `act_on`: the tokens then come from the wrong kernel."""
+    """Fails without `act_on`: the tokens then come from the wrong kernel.
+
+    An engine that started with the sound kernel keeps it.
+    """
     engine_dir, oracle = engine_of("ouro")
+    launches: Counter[str] = Counter()
+    sound = counted("fenced_silu_mul", launches, launch.OPERATORS["fenced_silu_mul"])
+    monkeypatch.setitem(launch.OPERATORS, "fenced_silu_mul", sound)
+    first = Harness(engine_dir, cuda_graphs="off")
 
     def wrong(gate_up: torch.Tensor) -> torch.Tensor:
         return 1.01 * reference.fenced_silu_mul(gate_up)
 
-    monkeypatch.setattr(ops, "_unfused", set())
     monkeypatch.setitem(launch.OPERATORS, "fenced_silu_mul", wrong)
     cold = {"cache_dir": str(engine_dir.parent / "cold")}
     with pytest.raises(EngineError, match="require_exact: fenced_silu_mul"):
         Harness(engine_dir, **Harness.CONFIG | cold | {"require_exact": True})
-    assert ops.cuda_form("fenced_silu_mul") is wrong
     harness = Harness(engine_dir, **Harness.CONFIG | cold)
-    assert ops.cuda_form("fenced_silu_mul") is reference.fenced_silu_mul
     assert "kernel replaced by torch's operators: fenced_silu_mul" in caplog.text
     harness.add(prompt_of(9), 6)
     harness.drain()
     assert_all(oracle, harness)
+    monkeypatch.setitem(launch.OPERATORS, "fenced_silu_mul", sound)
+    launches.clear()
+    first.add(prompt_of(9), 6)
+    first.drain()
+    assert_all(oracle, first)
+    assert launches["fenced_silu_mul"] > 0
 
 
 @pytest.mark.parametrize("model", ["ouro", "huginn", "olmo"])
@@ -172,12 +185,15 @@ def test_verify_is_content_with_sound_kernels_only(
 
 
 @pytest.mark.parametrize("model", ["ouro", "huginn"])
-def test_everything_unfused_gives_the_oracles_tokens(engine_of: Build, model: str) -> None:
+def test_everything_unfused_gives_the_oracles_tokens(
+    engine_of: Build, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What replaces kernels is right by itself, attention and noise included."""
     engine_dir, oracle = engine_of(model)
-    with ops.running_unfused(launch.OPERATORS):
-        harness = Harness(engine_dir)
-        run(harness, sampled=False)
+    monkeypatch.setattr(engine_core, "settle_kernels", lambda *_: frozenset(launch.OPERATORS))
+    harness = Harness(engine_dir)
+    monkeypatch.setattr(launch, "OPERATORS", {})
+    run(harness, sampled=False)
     assert_all(oracle, harness)
 
 

@@ -309,6 +309,12 @@ def test_skinny_products_on_a_cpu_are_refused_when_an_engine_starts(engine_of: B
         ({"skinny_linear_rows": 1}, "float32", "pytorch", "got 1: the engine's dtype is float32"),
         ({"skinny_linear_rows": 1}, "bfloat16", "tensorrt", "got 1: backend tensorrt computes"),
         (
+            {"fused_kernels": False},
+            "bfloat16",
+            "tensorrt",
+            "fused_kernels: expected true, got false: backend tensorrt runs what was compiled",
+        ),
+        (
             {"joined_projections": "never"},
             "bfloat16",
             "tensorrt_rtx",
