@@ -22,6 +22,7 @@ from looptrt.runtime.step_plan import (
 )
 
 _NO_ROWS: Int32Array = np.empty(0, np.int32)
+_NO_COPIES = PlaneCopies.of([])
 CopyEntry = tuple[int, int, int, int, int]
 
 
@@ -98,7 +99,7 @@ def plan_step(
         prompt_rows=prompt_rows,
         prompt_slots=row_slots[prompt_rows].astype(np.int32),
         table_updates=kv.table.take_updates(),
-        copies=PlaneCopies.of(copies),
+        copies=PlaneCopies.of(copies) if copies else _NO_COPIES,
         slot_starts=tuple(slot_starts),
         exits=_exit_rows(slots, kv, logit_rows, sample_slots, positions),
     )
@@ -128,7 +129,7 @@ def plan_one_each(
         prompt_rows=_NO_ROWS,
         prompt_slots=_NO_ROWS,
         table_updates=kv.table.take_updates(),
-        copies=PlaneCopies.of([]),
+        copies=_NO_COPIES,
         is_draft=is_draft,
     )
 

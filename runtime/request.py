@@ -142,6 +142,8 @@ class Request:
             num_accepted_tokens: see `FinishedRequest`.
         pages: pages held, in token order.
         page_keys, token_keys: keys of the full pages so far, with and without depths.
+        chained_keys: where deeper pages are shared, {page: (key of the page before it, None at
+            the first; its own key behind that)}, so that a waiting request is hashed once.
     """
 
     request_id: int
@@ -164,6 +166,7 @@ class Request:
     pages: list[Page] = field(default_factory=list)
     page_keys: list[bytes] = field(default_factory=list)
     token_keys: list[bytes] = field(default_factory=list)
+    chained_keys: dict[int, tuple[bytes | None, bytes]] = field(default_factory=dict)
     num_preemptions: int = 0
     num_allocated_pages: int = 0
     num_reused_pages: int = 0

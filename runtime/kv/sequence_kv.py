@@ -238,23 +238,38 @@ class SequenceKv:
         page_idx: int,
     ) -> None:
         """Extend the chains of keys up to `page_idx`; earlier keys never change."""
-        self._extend(request, request.page_keys, token_ids, depths, page_idx)
-        if self._policy.at_least:
-            self._extend(request, request.token_keys, token_ids, None, page_idx)
-
-    def _extend(
-        self,
-        request: Request,
-        keys: list[bytes],
-        token_ids: NDArray[np.int32],
-        depths: NDArray[np.int16] | None,
-        page_idx: int,
-    ) -> None:
-        size = self.layout.page_size
+        keys, token_keys, size = request.page_keys, request.token_keys, self.layout.page_size
         for idx in range(len(keys), page_idx + 1):
             page = slice(idx * size, (idx + 1) * size)
-            parent = keys[-1] if keys else self._root(request)
-            keys.append(page_key(parent, token_ids[page], None if depths is None else depths[page]))
+            before = keys[-1] if keys else None
+            keys.append(self._key_after(before, request, idx, token_ids[page], depths[page]))
+        if self._policy.at_least:
+            for idx in range(len(token_keys), page_idx + 1):
+                parent = token_keys[-1] if token_keys else self._root(request)
+                tokens = token_ids[idx * size : (idx + 1) * size]
+                token_keys.append(page_key(parent, tokens, None))
+
+    def _key_after(
+        self,
+        before: bytes | None,
+        request: Request,
+        page_idx: int,
+        token_ids: NDArray[np.int32],
+        depths: NDArray[np.int16],
+    ) -> bytes:
+        """Key of a full page behind the page of key `before`, None for the first page.
+
+        With `at_least` a waiting request's chain begins anew at every step, mostly with the
+        same pages found: then the keys of the last time hold, as tokens and depths of a full
+        page never change.
+        """
+        known = request.chained_keys.get(page_idx)
+        if known is not None and known[0] == before:
+            return known[1]
+        key = page_key(self._root(request) if before is None else before, token_ids, depths)
+        if self._policy.at_least:
+            request.chained_keys[page_idx] = before, key
+        return key
 
     def _root(self, request: Request) -> bytes:
         return self._identity.root(request.cache_salt, request.noise_seed)

@@ -262,9 +262,8 @@ def test_generated_tokens_are_those_that_were_given_out(abort: str) -> None:
 
 
 def test_times_are_in_order_and_survive_a_preemption() -> None:
-    tight = engine(num_units=45, enable_prefix_cache=False)
     ticks = itertools.count()
-    tight.scheduler._clock = lambda: float(next(ticks))
+    tight = engine(num_units=45, enable_prefix_cache=False, clock=lambda: float(next(ticks)))
     for request_id in range(3):
         tight.add(request(request_id, [request_id] * 12, 20))
     tight.drain()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
 
 from looptrt.errors import EngineError, InvariantError, QueueFullError, RequestError
+from looptrt.runtime.kv import prefix_cache
 from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, RequestState
-from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from looptrt.runtime.scheduler import SchedulerConfig
 from tests.support.kv_sim import exit_loops, next_token
-from tests.support.tiny import IDENTITY, VOCAB, Engine, engine, layout, request
+from tests.support.tiny import VOCAB, Engine, engine, layout, request
 
 
 def answer(prompt: list[int], count: int) -> list[int]:
@@ -121,6 +123,54 @@ def test_at_least_shares_deeper_pages_and_exact_does_not() -> None:
         shared.add(request(3, [6] * 20, loops=3))
         shared.drain()
         assert shared.finished[3].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("at_least", [True, False])
+def test_a_request_that_waits_is_hashed_once(
+    at_least: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest, hashed = prefix_cache._digest, []
+
+    def count(fields: Iterable[bytes | None]) -> bytes:
+        hashed.append(digest(fields))
+        return hashed[-1]
+
+    monkeypatch.setattr(prefix_cache, "_digest", count)
+    tight = engine(num_units=25, prefix_at_least=at_least)
+    prompt = [i % 5 for i in range(12)]
+    tight.add(request(0, prompt, 12))
+    tight.step()
+    second = tight.add(request(1, [*prompt, *[7] * 9], 1, prefill_loops=2 if at_least else 3))
+    counts = []
+    while tight.scheduler.stats().num_waiting:
+        hashed.clear()
+        plan = tight.scheduler.schedule()
+        counts.append(len(hashed))
+        assert plan is not None
+        tight.scheduler.commit(plan, tight.executor.execute(plan))
+    # Three pages that are found and one that is not; it starts when the first one has ended.
+    assert counts[0] >= 4
+    assert counts[1:] == [0] * (len(counts) - 1)
+    assert len(counts) > 10
+    assert second.num_cached_tokens == 12
+
+
+def test_a_request_that_waits_finds_pages_that_come_meanwhile() -> None:
+    """Its keys follow the pages found now, not those found when it was hashed before."""
+    shared = engine(prefix_at_least=True)
+    prompt = [i % 5 for i in range(17)]
+    kv, waiting = shared.scheduler.kv, request(9, prompt, prefill_loops=1)
+    assert kv.find_prefix(waiting) == []
+    deep = shared.add(request(0, prompt, 4))
+    for _ in range(2):
+        shared.step()
+    assert kv.find_prefix(waiting) == deep.pages[:4]
+    assert waiting.page_keys == deep.page_keys[:4]
+    shallow = shared.add(request(1, prompt, 4, prefill_loops=1, use_prefix_cache=False))
+    for _ in range(2):
+        shared.step()
+    assert kv.find_prefix(waiting) == shallow.pages[:4] != deep.pages[:4]
+    assert waiting.page_keys == shallow.page_keys[:4]
 
 
 def test_shared_pages_too_deep_for_the_pool_are_given_up() -> None:
@@ -495,11 +545,9 @@ def test_plans_do_not_overlap() -> None:
 
 def test_a_budget_below_the_batch_is_refused() -> None:
     with pytest.raises(EngineError, match="max_num_tokens"):
-        Scheduler(
-            SchedulerConfig(max_batch_size=8, max_num_tokens=4, max_seq_len=8, num_units=9),
-            layout(),
-            IDENTITY,
-        )
+        SchedulerConfig(max_batch_size=8, max_num_tokens=4, max_seq_len=8, num_units=9)
+    with pytest.raises(EngineError, match="prefix_grid 4"):
+        engine(max_batch_size=4, max_num_tokens=6, prefix_grid=4)
 
 
 def test_a_failed_row_ends_its_request_alone() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,6 +124,7 @@ def engine(
     num_units: int = 200,
     uses_noise: bool = True,
     runs_ahead: bool = False,
+    clock: Callable[[], float] = lambda: 0.0,
     **config: Any,
 ) -> Engine:
     """A scheduler over a small pool, its executor checking all that the config promises."""
@@ -133,7 +135,7 @@ def engine(
         check = "at_least"
     identity = CacheIdentity(model=("model", "float32"), uses_noise=uses_noise)
     scheduler = Scheduler(
-        SchedulerConfig(num_units=num_units, **settings), geometry, identity, clock=lambda: 0.0
+        SchedulerConfig(num_units=num_units, **settings), geometry, identity, clock
     )
     executor = SimExecutor(scheduler, geometry, vocab=VOCAB, check=check)
     return Engine(scheduler, executor, runs_ahead)
