@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from looptrt.plugins import launch
-from tests.plugins.attention_cases import Geometry
+from tests.plugins.attention_world import Geometry
 
 
 class EmulatorError(Exception):

@@ -11,22 +11,42 @@ from pathlib import Path
 
 import pytest
 
-from tests.emulator import attention_checks, linear_checks
+from tests.emulator import linear_checks
+from tests.emulator.attention_checks import FAST, a_chain_reads_what_it_stored, new_world
 from tests.emulator.build import BuildError, Mutation, build
 from tests.emulator.emulated import ORDERS, Emulated, EmulatorError
+from tests.plugins.attention_cases import (
+    decode_beside_prefill_is_as_alone,
+    later_nan_reaches_no_earlier_row,
+    results_are_near_float64,
+)
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 FOUND = 10  # exit status of a child whose check failed
 CHILD_TIMEOUT_S = 200.0
 DECODE = "kernels/packed_plane_attention_decode.cu"
+FOLD = "kernels/packed_plane_attention_fold.cu"
+ITEMS = "kernels/packed_plane_attention_items.cuh"
 PREFILL = "kernels/packed_plane_attention_prefill.cu"
 TILE = "kernels/packed_plane_attention_tile.cuh"
 LINEAR = "kernels/skinny_linear.cu"
 
 
 def attention_is_right(_: Emulated) -> None:
-    attention_checks.results_are_near_float64(attention_checks.FAST[0])
+    results_are_near_float64(new_world, FAST[0])
+
+
+def attention_of_many_is_right(_: Emulated) -> None:
+    decode_beside_prefill_is_as_alone(new_world, FAST[0])
+
+
+def attention_hides_nan(_: Emulated) -> None:
+    later_nan_reaches_no_earlier_row(new_world, FAST[0])
+
+
+def attention_chain_is_right(library: Emulated) -> None:
+    a_chain_reads_what_it_stored(library, FAST[0])
 
 
 def linear_is_right(_: Emulated) -> None:
@@ -59,6 +79,22 @@ MUTATIONS = {
         Mutation(TILE, "i % 2 > positions[i / 2])", "i % 2 > positions[i / 2] + 1)"),
         attention_is_right,
     ),
+    "splits folded before they are summed": (
+        Mutation(FOLD, "  waitForInputs();\n  if (num_splits", "  if (num_splits"),
+        attention_is_right,
+    ),
+    "a partial result in the place of another round's sequence": (
+        Mutation(ITEMS, "item.sequence = base_ + owner;", "item.sequence = owner;"),
+        attention_of_many_is_right,
+    ),
+    "a tile's notes of hidden V left over for a later one": (
+        Mutation(DECODE, "if (threadIdx.x < 2) non_finite_[noted_][threadIdx.x] = 0;", ""),
+        attention_hides_nan,
+    ),
+    "keys read before the call before has stored them": (
+        Mutation(PREFILL, "  waitForInputs();\n  QueryTile", "  QueryTile"),
+        attention_chain_is_right,
+    ),
     "no barrier before sums are folded": (
         Mutation(
             LINEAR,
@@ -85,7 +121,15 @@ def test_the_checks_find(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kernels", "checks"),
     [
-        ("packed_plane_attention", [attention_is_right]),
+        (
+            "packed_plane_attention",
+            [
+                attention_is_right,
+                attention_of_many_is_right,
+                attention_hides_nan,
+                attention_chain_is_right,
+            ],
+        ),
         ("skinny_linear", [linear_is_right, linear_chain_is_right]),
     ],
 )
