@@ -71,6 +71,7 @@ bench: plugins
 	  $(BIN)/python benchmarks/$$1.py --out out/bench/$$1.json "$${@:2}" || failed="$$failed $$1"; \
 	}; \
 	for step in kernels attention decode_step; do run $$step --library $(LIBRARY); done; \
+	run joined_projections; \
 	run serving; \
 	$(BIN)/python benchmarks/report.py --results out/bench/serving.json || failed="$$failed report"; \
 	if [ -n "$$failed" ]; then echo "failed or missed a target:$$failed" >&2; exit 1; fi

@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import build, copy_bandwidth, graph_of, machine, microseconds, sanitize
+from kernels import build, copy_bandwidth, graph_of, microseconds, sanitize
+from looptrt.bench.results import machine
 from looptrt.plugins import launch
 from looptrt.plugins import ops as _ops  # noqa: F401 - registers the operators
 
@@ -311,6 +312,7 @@ def main() -> None:
     parser.add_argument("--skip", default="", help="comma-separated: sanitize, time")
     parser.add_argument("--only", default="", help="regex: time the shapes whose name has it")
     parser.add_argument("--library", type=Path, help="use this library, build none")
+    parser.add_argument("--commit", help="recorded where git cannot tell it")
     parser.add_argument("--drive", action="store_true", help="run small shapes only")
     options = parser.parse_args()
     if options.drive:
@@ -320,7 +322,7 @@ def main() -> None:
     launch.load(options.library or build())
     print(f"built: {time.monotonic() - begin:.0f} s", flush=True)
     skipped = set(re.split(r",\s*", options.skip))
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine(options.commit)}
     if "time" not in skipped:
         copied, peak = copy_bandwidth(), matrix_peak()
         print(f"copy bandwidth {copied:.0f} GB/s, bf16 matrix peak {peak:.0f} TFLOP/s", flush=True)

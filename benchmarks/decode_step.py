@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels import build as build_library
-from kernels import copy_bandwidth, graph_of, machine, steady
+from kernels import copy_bandwidth, graph_of, steady
+from looptrt.bench.results import machine
 from looptrt.kv_layout import PlaneLayout
 from looptrt.loop_spec import LoopSpec, NoiseMode
 from looptrt.models import ouro, raven
@@ -348,6 +349,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(CONFIGS), help="comma-separated")
     parser.add_argument("--batches", default="1,2,4,8,32", help="comma-separated")
     parser.add_argument("--library", type=Path, help="use this plugin library, build none")
+    parser.add_argument("--commit", help="recorded where git cannot tell it")
     options = parser.parse_args()
     launch.load(options.library or build_library())
     missing = [op.name for op in schema.OPS if op.name not in launch.OPERATORS]
@@ -355,7 +357,7 @@ def main() -> None:
         print(f"NO KERNEL for {', '.join(missing)}: the fused arm runs them op by op")
     device = torch.device("cuda", torch.cuda.current_device())
     results: dict[str, Any] = {
-        "machine": machine(),
+        "machine": machine(options.commit),
         "kv_length": KV_LENGTH,
         "page_size": PAGE_SIZE,
         "op_by_op_in_fused_arm": missing,

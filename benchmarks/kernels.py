@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from looptrt.bench.results import machine
 from looptrt.plugins import launch, reference
 from looptrt.plugins import ops as _ops  # noqa: F401 - registers the operators
 
@@ -588,21 +589,6 @@ def build() -> Path:
     return folder / launch.LIBRARY_NAME
 
 
-def machine() -> dict[str, str]:
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": driver,
-        "torch": torch.__version__,
-        "cuda": str(torch.version.cuda),
-    }
-
-
 def report(results: dict[str, Any]) -> None:
     for name, entry in results.get("check", {}).items():
         print(f"{name:32}{entry['elements']:>14,} elements {entry['mismatches']:>10,} differ")
@@ -628,6 +614,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     parser.add_argument("--skip", default="", help="comma-separated: check, sanitize, time")
     parser.add_argument("--library", type=Path, help="use this library, build none")
+    parser.add_argument("--commit", help="recorded where git cannot tell it")
     parser.add_argument("--noise-tokens", type=int, default=20000, help="of 5280 draws each")
     parser.add_argument("--drive", action="store_true", help="run small shapes only")
     options = parser.parse_args()
@@ -638,7 +625,7 @@ def main() -> None:
     launch.load(options.library or build())
     print(f"built: {time.monotonic() - begin:.0f} s")
     skipped = set(re.split(r",\s*", options.skip))
-    results: dict[str, Any] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine(options.commit)}
     if "check" not in skipped:
         tally = check(options.noise_tokens)
         results["check"] = {

@@ -280,8 +280,9 @@ async def measure(llm: LLM, server: RunningServer, num_rounds: int, loads: Seque
         ways = ways_of(llm, server, channel, tokenizer.encode(PROMPT))
         rounds: Rounds = {way: {load: [] for load in loads} for way in ways}
         for number in range(num_rounds):
-            first = number % len(ways)
-            order = [*ways, *ways][first : first + len(ways)]
+            # Whoever comes after whom changes too, not only who comes first.
+            first = number // 2 % len(ways)
+            order = [*ways, *ways][first : first + len(ways)][:: -1 if number % 2 else 1]
             for load in rounds["python"]:
                 for way in order:
                     ask = ways[way]
@@ -378,10 +379,15 @@ def main() -> int:
     parser.add_argument("--commit", help="of the tree; default: git says")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "triton.json")
     args = parser.parse_args()
-    loads = [load for load in (*CLOSED, *OPEN) if load not in args.without.split(",")]
+    left_out = [name.strip() for name in args.without.split(",") if name.strip()]
+    if unknown := set(left_out) - {*CLOSED, *OPEN}:
+        parser.error(f"--without: there is no load {', '.join(sorted(unknown))}")
+    if args.rounds < 2:
+        parser.error(f"--rounds: expected at least 2, got {args.rounds}: the first is left out")
+    loads = [load for load in (*CLOSED, *OPEN) if load not in left_out]
     if FULL not in loads:
         parser.error(f"--without: {FULL} gives the rate of the others")
-    load_before = os.getloadavg()
+    load_before, num_cpus = os.getloadavg(), len(os.sched_getaffinity(0))
     with TemporaryDirectory() as folder:
         log = Path(folder) / "server.log"
         flags = ("--num_threads", "1", "--log_level", "warning")
@@ -394,7 +400,7 @@ def main() -> int:
     result = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": args.commit or commit(),
-        "machine": f"{cpu_model()}, {os.cpu_count()} CPUs, shared by client, server and engine",
+        "machine": f"{cpu_model()}, {num_cpus} CPUs, shared by client, server and engine",
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),
         "versions": {

@@ -183,3 +183,6 @@ class Operators(SimpleNamespace):
             raise PluginError(f"unfused: there is no operator {', '.join(sorted(unknown))}")
         fused = {name: getattr(torch.ops.looptrt, name) for name in FORMS}
         super().__init__(unfused=names, **(fused | {name: FORMS[name] for name in names}))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name}: models share these; give one others by use_operators")

@@ -22,6 +22,7 @@ from looptrt.bench.setup import Repeats, Setup, interleave
 from looptrt.bench.statistics import PairedDifference, medians
 from looptrt.bench.workload import Question, random_prompts
 from looptrt.errors import EngineError
+from looptrt.manifest import TENSORRT_BACKENDS
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.request import FinishReason
 
@@ -84,11 +85,16 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
         config = dataclasses.replace(config, kv_cache_free_gpu_memory_fraction=_POOLS_SHARE)
     with offline(setup.engine_dir, config, in_process=setup.in_process) as default:
         _check_room(config, default, ladder)
-        changes = [one for one in ladder.changes if default.on_gpu or not one.gpu_only]
+        backend = default.manifest.backend if config.backend == "auto" else config.backend
+        has_own_kernels = default.on_gpu and backend not in TENSORRT_BACKENDS
+        changes = [one for one in ladder.changes if has_own_kernels or not one.gpu_only]
         left_out = [one.name for one in ladder.changes if one not in changes]
         if not changes:
             names = ", ".join(left_out)
-            raise EngineError(f"{names}: there is nothing to compare where an engine runs on a CPU")
+            raise EngineError(
+                f"{names}: there is nothing to compare where an engine runs on a CPU, or as a "
+                "TensorRT engine"
+            )
         runs = len(ladder.concurrency) * 2 * (setup.repeats + 1)
         total = len(changes) * (runs + 2 * bool(ladder.questions))
         rows = {}

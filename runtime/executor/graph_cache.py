@@ -8,6 +8,7 @@ one is read after another has run; no garbage is collected during a capture.
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
@@ -49,20 +50,43 @@ def no_memory(what: str, device: torch.device) -> EngineError:
     )
 
 
+class _CollectorPause:
+    """Holds the process's collector off while anybody captures."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_captures = 0
+        self._was_enabled = False
+
+    def begin(self) -> None:
+        with self._lock:
+            if self._num_captures == 0:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._num_captures += 1
+
+    def end(self) -> None:
+        with self._lock:
+            self._num_captures -= 1
+            if self._num_captures == 0 and self._was_enabled:
+                gc.enable()
+
+
+_pause = _CollectorPause()
+
+
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """No collection of garbage begins inside.
+    """No collection of garbage begins by itself inside, in whichever thread.
 
     What only a collection frees may be a graph, or other memory of the GPU's, of an engine that
     was let go: CUDA refuses to free it in a thread that captures, and the capture is lost.
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    _pause.begin()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        _pause.end()
 
 
 class GraphCache:

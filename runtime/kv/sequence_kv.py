@@ -120,8 +120,9 @@ class SequenceKv:
         if not self._policy.enabled or not request.use_prefix_cache:
             return []
         hits: list[Page] = []
+        deepest = np.maximum.accumulate(request.depths) if self._policy.at_least else None
         for page_idx in range((len(request.token_ids) - 1) // self.layout.page_size):
-            page = self._find_page(request, page_idx)
+            page = self._find_page(request, page_idx, deepest)
             if page is None:
                 break
             hits.append(page)
@@ -218,13 +219,16 @@ class SequenceKv:
             depths = known.reshape(-1, size).max(axis=1).tolist()
         return depths + [request.loops] * (end - first - len(depths))
 
-    def _find_page(self, request: Request, page_idx: int) -> Page | None:
+    def _find_page(
+        self, request: Request, page_idx: int, deepest: NDArray[np.int16] | None
+    ) -> Page | None:
+        """The page to share at that place; deepest: with `at_least`, of a token and all before."""
         self._extend_keys(request, request.token_ids, request.depths, page_idx)
         page = self.pool.cache.find(request.page_keys[page_idx])
-        if page is None and self._policy.at_least:
+        if page is None and deepest is not None:
             page = self.pool.cache.find_by_tokens(request.token_keys[page_idx])
             end = (page_idx + 1) * self.layout.page_size
-            if page is None or page.context_depth < request.depths[:end].max():
+            if page is None or page.context_depth < deepest[end - 1]:
                 return None
             assert page.key is not None
             request.page_keys[page_idx] = page.key  # what follows depends on this page's KV

@@ -29,6 +29,17 @@ def test_the_collector_is_paused_and_as_before_afterwards() -> None:
         gc.enable()
 
 
+def test_the_collector_stays_paused_until_the_last_capture_has_ended() -> None:
+    """Two engines of one process, each on its own thread, capture at once."""
+    first, second = collector_paused(), collector_paused()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert not gc.isenabled()
+    second.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
 @pytest.mark.gpu
 def test_garbage_that_holds_graphs_does_not_spoil_a_capture() -> None:
     """An engine that was let go with its graphs was collected inside another one's capture."""
