@@ -14,7 +14,7 @@ constexpr int kMmaRows = 16;  // (row, head) pairs of a decode tile
 constexpr float kLog2E = 1.44269504088896340736f;
 
 bool hasTensorCoreKernel(PackedPlaneAttentionParams const& p) {
-  return p.dtype != DType::kFloat32 && (p.head_dim == 64 || p.head_dim == 96 || p.head_dim == 128);
+  return dispatchTensorCores(p, [](auto, auto) { return cudaSuccess; }) == cudaSuccess;
 }
 
 bool areSizesValid(PackedPlaneAttentionParams const& p) {

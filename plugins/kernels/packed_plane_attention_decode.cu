@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "looptrt/dispatch.cuh"
 #include "looptrt/vec.cuh"
 #include "packed_plane_attention_forms.cuh"
 #include "packed_plane_attention_items.cuh"
@@ -404,18 +403,7 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
   auto* const kernel = decodeAttentionKernel<T, kHeadDim>;
   int const bytes = kStages * kStageBytes<kHeadDim>;
   if (bytes > args.shared_bytes) return cudaErrorInvalidConfiguration;
-  if (cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  // The same for the fold, and for the next call: a multiprocessor must be idle to divide its
-  // memory anew, and takes fewer blocks until it is.
-  if (cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-      error != cudaSuccess) {
-    return error;
-  }
+  if (cudaError_t error = prepareShared(kernel, bytes); error != cudaSuccess) return error;
   int64_t const row_tiles = args.decodes_all ? args.p.num_rows : args.p.num_sequences;
   int64_t const most = row_tiles * args.p.num_kv_heads * args.head_tiles * args.max_splits;
   if (most > 1 << 30 || args.p.num_heads > 65535) return cudaErrorInvalidValue;
@@ -439,14 +427,8 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launchDecodeAttention(AttentionArgs const& args, cudaStream_t stream) {
-  return dispatchDType(args.p.dtype, [&](auto tag) -> cudaError_t {
-    using T = typename decltype(tag)::Type;
-    if constexpr (sizeof(T) == 2) {
-      if (args.p.head_dim == 64) return launch<T, 64>(args, stream);
-      if (args.p.head_dim == 96) return launch<T, 96>(args, stream);
-      if (args.p.head_dim == 128) return launch<T, 128>(args, stream);
-    }
-    return cudaErrorInvalidValue;
+  return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
+    return launch<typename decltype(tag)::Type, decltype(head_dim)::value>(args, stream);
   });
 }
 

@@ -1,6 +1,5 @@
 #include <cuda_runtime.h>
 
-#include "looptrt/dispatch.cuh"
 #include "looptrt/vec.cuh"
 #include "packed_plane_attention_forms.cuh"
 #include "packed_plane_attention_partials.cuh"
@@ -78,12 +77,7 @@ __global__ void __launch_bounds__(kHeadDim / 2) foldSplitsKernel(AttentionArgs c
 template <typename T, int kHeadDim>
 cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
   auto* const kernel = foldSplitsKernel<T, kHeadDim>;
-  // As the decode kernel: a multiprocessor must be idle to divide its memory anew.
-  if (cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-      error != cudaSuccess) {
-    return error;
-  }
+  if (cudaError_t error = prepareShared(kernel, 0); error != cudaSuccess) return error;
   return launchKernel(kernel, dim3(args.partialRows(), args.p.num_heads), kHeadDim / 2, stream,
                       args, 0, Start::kOverlapping);
 }
@@ -91,14 +85,8 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launchSplitFold(AttentionArgs const& args, cudaStream_t stream) {
-  return dispatchDType(args.p.dtype, [&](auto tag) -> cudaError_t {
-    using T = typename decltype(tag)::Type;
-    if constexpr (sizeof(T) == 2) {
-      if (args.p.head_dim == 64) return launch<T, 64>(args, stream);
-      if (args.p.head_dim == 96) return launch<T, 96>(args, stream);
-      if (args.p.head_dim == 128) return launch<T, 128>(args, stream);
-    }
-    return cudaErrorInvalidValue;
+  return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
+    return launch<typename decltype(tag)::Type, decltype(head_dim)::value>(args, stream);
   });
 }
 

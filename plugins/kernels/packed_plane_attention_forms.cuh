@@ -4,7 +4,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
+#include "looptrt/dispatch.cuh"
 #include "looptrt/launch.cuh"
 #include "looptrt/paged_kv.cuh"
 #include "packed_plane_attention.cuh"
@@ -47,6 +49,36 @@ struct AttentionArgs {
 [[nodiscard]] cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream);
 
 constexpr int kMaxHeadDim = 256;
+
+// Calls f(TypeTag<T>, std::integral_constant<int, head_dim>) where the tensor-core kernels take
+// both. Returns f's result, or cudaErrorInvalidValue.
+template <typename F>
+cudaError_t dispatchTensorCores(PackedPlaneAttentionParams const& p, F&& f) {
+  return dispatchDType(p.dtype, [&](auto tag) -> cudaError_t {
+    if constexpr (sizeof(typename decltype(tag)::Type) == 2) {
+      if (p.head_dim == 64) return f(tag, std::integral_constant<int, 64>{});
+      if (p.head_dim == 96) return f(tag, std::integral_constant<int, 96>{});
+      if (p.head_dim == 128) return f(tag, std::integral_constant<int, 128>{});
+    }
+    return cudaErrorInvalidValue;
+  });
+}
+
+// Lets a kernel have so many bytes of shared memory at a launch. All of these kernels ask for the
+// same carveout: a multiprocessor must be idle to divide its memory anew, and takes fewer blocks
+// until it is.
+template <typename Kernel>
+cudaError_t prepareShared(Kernel* kernel, int bytes) {
+  if (bytes > 0) {
+    if (cudaError_t error =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        error != cudaSuccess) {
+      return error;
+    }
+  }
+  return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                              cudaSharedmemCarveoutMaxShared);
+}
 
 #ifdef __CUDACC__
 

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "looptrt/dispatch.cuh"
 #include "packed_plane_attention_forms.cuh"
 #include "packed_plane_attention_source.cuh"
 #include "packed_plane_attention_tile.cuh"
@@ -301,17 +300,7 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
   while (warps > 2 * kMinWarps && mostTiles() * args.p.num_heads < args.num_sms) warps /= 2;
   if (warps < kMinWarps) return cudaErrorInvalidConfiguration;
   int const bytes = kFixedBytes + warps * kWarpBytes<kHeadDim>;
-  if (cudaError_t error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-      error != cudaSuccess) {
-    return error;
-  }
-  // As the decode kernel: a multiprocessor must be idle to divide its memory anew.
-  if (cudaError_t error = cudaFuncSetAttribute(
-          kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-      error != cudaSuccess) {
-    return error;
-  }
+  if (cudaError_t error = prepareShared(kernel, bytes); error != cudaSuccess) return error;
   int64_t const tiles = mostTiles();
   if (tiles > 65535) return cudaErrorInvalidValue;
   dim3 const grid(args.p.num_heads, tiles);
@@ -321,14 +310,8 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
 }  // namespace
 
 cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream) {
-  return dispatchDType(args.p.dtype, [&](auto tag) -> cudaError_t {
-    using T = typename decltype(tag)::Type;
-    if constexpr (sizeof(T) == 2) {
-      if (args.p.head_dim == 64) return launch<T, 64>(args, stream);
-      if (args.p.head_dim == 96) return launch<T, 96>(args, stream);
-      if (args.p.head_dim == 128) return launch<T, 128>(args, stream);
-    }
-    return cudaErrorInvalidValue;
+  return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
+    return launch<typename decltype(tag)::Type, decltype(head_dim)::value>(args, stream);
   });
 }
 
