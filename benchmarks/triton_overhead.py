@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
@@ -40,6 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 from looptrt import LLM, SamplingParams  # noqa: E402
+from looptrt.bench.results import source_commit  # noqa: E402
 from looptrt.runtime.config import EngineConfig  # noqa: E402
 from looptrt.runtime.triton.server_env import SERVER_REQUIREMENT  # noqa: E402
 from running_server import RunningServer, running_server  # noqa: E402 - found by the line above
@@ -358,11 +358,6 @@ def misses(figures: Mapping[str, Any]) -> list[str]:
     return missed
 
 
-def commit() -> str:
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
 def cpu_model() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -399,7 +394,7 @@ def main() -> int:
     figures = summary(rounds)
     result = {
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": args.commit or commit(),
+        "commit": args.commit or source_commit(),
         "machine": f"{cpu_model()}, {num_cpus} CPUs, shared by client, server and engine",
         "load_average_before": load_before,
         "load_average_after": os.getloadavg(),

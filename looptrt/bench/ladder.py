@@ -305,7 +305,9 @@ def markdown(result: Mapping[str, Any]) -> str:
 def not_compared(result: Mapping[str, Any]) -> str:
     """Which changes a ladder left out and why, as a sentence; empty where it left out none."""
     names = ", ".join(result["needs_gpu"])
-    return f"Not compared, for want of a GPU: {names}." if names else ""
+    is_compiled = result["engine"]["backend"] in TENSORRT_BACKENDS
+    why = "as TensorRT has compiled its own" if is_compiled else "for want of a GPU"
+    return f"Not compared, {why}: {names}." if names else ""
 
 
 def _ratio(value: float | None) -> str:

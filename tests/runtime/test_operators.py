@@ -196,6 +196,19 @@ def test_a_ladder_in_one_process_sees_a_kernel_that_is_wrong(
     assert broken_promises(ladder.measure(setup, workload)) == [change.name]
 
 
+@pytest.mark.usefixtures("launches")
+def test_a_ladder_leaves_out_what_a_compiled_engine_lacks_before_it_measures_anything(
+    engine_of: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A TensorRT engine refuses the switches of its kernels, which lost what was measured."""
+    engine_dir, _ = engine_of("ouro")
+    changes = tuple(change for change in CHANGES if change.gpu_only)
+    setup = Setup(engine_dir, EngineConfig(**CONFIG), repeats=1, in_process=True)
+    monkeypatch.setattr(ladder, "TENSORRT_BACKENDS", ("pytorch",))
+    with pytest.raises(EngineError, match=r"fused kernels.*nothing to compare.*TensorRT engine"):
+        ladder.measure(setup, Ladder(changes, (2,), prompt_tokens=9, output_tokens=8))
+
+
 def test_whether_an_engine_is_on_a_gpu_is_its_devices_word(
     engine_of: Build, monkeypatch: pytest.MonkeyPatch
 ) -> None:
