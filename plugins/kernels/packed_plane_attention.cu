@@ -10,7 +10,7 @@
 namespace looptrt {
 namespace {
 
-constexpr int kMmaRows = 16;  // (row, head) pairs of a decode tile
+constexpr int kFewPairs = 16;  // (row, head) pairs of a sequence that is decoded, at most
 constexpr float kLog2E = 1.44269504088896340736f;
 
 bool hasTensorCoreKernel(PackedPlaneAttentionParams const& p) {
@@ -33,12 +33,13 @@ bool isValid(PackedPlaneAttentionParams const& p) {
 AttentionArgs argsOf(PackedPlaneAttentionParams const& p) {
   int32_t const max_positions = p.max_pages * p.page_size;
   int32_t const group = p.num_heads / p.num_kv_heads;
-  int32_t const heads_a_tile = std::min(group, kMmaRows);
+  int32_t const heads_a_tile = std::min(group, kTilePairs);
   return AttentionArgs{p, LayerSlot{p.unit_slots, p.slot, p.page_size, p.num_kv_heads, p.head_dim},
                        PageDivider(p.page_size), static_cast<int32_t>(sizeOf(p.dtype)),
                        max_positions, splitOf(max_positions - 1) + 1, group,
-                       std::max(kMmaRows / group, 1), heads_a_tile,
-                       static_cast<int32_t>(ceilDiv(group, heads_a_tile)), p.scale * kLog2E,
+                       std::max(kFewPairs / group, 1), std::max(kTilePairs / group, 1),
+                       heads_a_tile, static_cast<int32_t>(ceilDiv(group, heads_a_tile)),
+                       p.scale * kLog2E,
                        // Without more rows than sequences most have one, and one kernel is enough.
                        p.num_rows <= p.num_sequences, 0, 0};
 }

@@ -18,6 +18,7 @@ constexpr int kBlock = kWarps * kLanes;
 constexpr int kWarpKeys = kTileKeys / kWarps;
 constexpr int kStages = 2;                 // tiles of K and V in shared memory
 constexpr int kQueuedItems = kStages + 2;  // found, but not yet summed
+constexpr int kMaxEarlyRows = 2;           // of a call that may start before the last kernel's end
 
 static_assert(kWarpKeys == 16, "a warp multiplies 16 keys at a time");
 static_assert(kFirstSplit % (2 * kTileKeys) == 0, "keys are looked up in pairs of tiles");
@@ -26,7 +27,7 @@ template <int kHeadDim>
 constexpr int kStageBytes = 2 * kTileKeys * TileLayout<kHeadDim>::kRowBytes;
 // As many blocks of a multiprocessor as its shared memory and registers hold.
 template <int kHeadDim>
-constexpr int kBlocksAnSm = kHeadDim == 64 ? 4 : 3;
+constexpr int kBlocksAnSm = kHeadDim == 128 ? 3 : 4;
 
 // What a warp keeps for itself in shared memory.
 struct WarpShared {
@@ -69,6 +70,12 @@ class TileCopier {
       --tiles_found_;
     }
     commitCopies();
+  }
+
+  // Whether the tile that copyNext would copy may hold keys of this call, of a row of qkv.
+  __device__ __forceinline__ bool nextHasNewKeys() const {
+    return tiles_found_ == 0 && first_key_ >= 0 &&
+           first_key_ + 2 * kTileKeys > item().lookup.first_new;
   }
 
   // Whether the block has another item, whose tiles follow those of the last one.
@@ -163,9 +170,7 @@ class TileSummer {
 
   __device__ __forceinline__ void sum(Item const& item, Copier& copier) {
     storeRows(item);
-    int positions[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) positions[half] = positionOf(item, pairOf(item, half).row);
+    int const position = positionOf(item, pairOf(item).row);
     uint32_t queries[kSteps][4];
     loadQueries(item, queries);
     int const first_position = positionOf(item, item.rows.begin);
@@ -182,16 +187,11 @@ class TileSummer {
       scoreKeys(item, queries, key_tile);
       __syncthreads();
       if (++num_tiles_ > 1) copier.copyNext();
-      addTile(item, first_key, first_position, positions, key_tile, state, sums);
+      addTile(item, first_key, first_position, position, key_tile, state, sums);
     }
     state.quadSum();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (item.lookup.table == nullptr || !isPosition(args_, positions[half])) {
-        state.sum[half] = quietNan();
-      }
-    }
-    hand(item, positions, state, sums);
+    if (item.lookup.table == nullptr || !isPosition(args_, position)) state.sum[0] = quietNan();
+    hand(item, position, state, sums);
   }
 
  private:
@@ -199,9 +199,9 @@ class TileSummer {
   static constexpr int kSteps = kHeadDim / 16;
   static constexpr int kColumns = kHeadDim / 8 / kWarps;  // groups of 8 channels, of a warp
   static_assert(kHeadDim % (8 * kWarps) == 0);
-  // Scores lie over the K that they were made of: a warp's as [16 rows][16 keys].
+  // Scores lie over the K that they were made of: a warp's as [8 pairs][16 keys].
   static constexpr int kScoreRow = 24 * sizeof(float);  // 4 rows side by side hit all banks
-  static_assert(16 * kScoreRow <= kWarpKeys * Layout::kRowBytes);
+  static_assert(kTilePairs * kScoreRow <= kWarpKeys * Layout::kRowBytes);
 
   // Waits for the warp's part of the next tile.
   __device__ __forceinline__ char* nextStage(Copier& copier) {
@@ -217,9 +217,10 @@ class TileSummer {
     return stage;
   }
 
-  // Of the thread's rows of an mma; past the item's last pair, that one again.
-  __device__ __forceinline__ static Pair pairOf(Item const& item, int half) {
-    int const index = min(lane() / 4 + 8 * half, item.count() - 1);
+  // Of the thread's row of an mma, whose other one, of the lower half, is empty; past the item's
+  // last pair, that one again.
+  __device__ __forceinline__ static Pair pairOf(Item const& item) {
+    int const index = min(lane() / 4, item.count() - 1);
     int const row = index / item.num_heads;
     return {item.rows.begin + row, item.first_head + index - row * item.num_heads};
   }
@@ -231,17 +232,15 @@ class TileSummer {
   // Q of the tile's pairs as left operands; zeros where there is no pair.
   __device__ __forceinline__ void loadQueries(Item const& item,
                                               uint32_t (&queries)[kSteps][4]) const {
+    bool const is_pair = lane() / 4 < item.count();
+    Pair const pair = pairOf(item);
+    T const* const from = static_cast<T const*>(args_.p.qkv) + pair.row * qkvWidth(args_) +
+                          pair.head * kHeadDim + lane() % 4 * 2;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      bool const is_pair = lane() / 4 + 8 * half < item.count();
-      Pair const pair = pairOf(item, half);
-      T const* const from = static_cast<T const*>(args_.p.qkv) + pair.row * qkvWidth(args_) +
-                            pair.head * kHeadDim + lane() % 4 * 2;
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        queries[step][half] = is_pair ? twoAt(from + 16 * step) : 0;
-        queries[step][half + 2] = is_pair ? twoAt(from + 16 * step + 8) : 0;
-      }
+    for (int step = 0; step < kSteps; ++step) {
+      queries[step][0] = is_pair ? twoAt(from + 16 * step) : 0;
+      queries[step][2] = is_pair ? twoAt(from + 16 * step + 8) : 0;
+      queries[step][1] = queries[step][3] = 0;
     }
   }
 
@@ -273,45 +272,39 @@ class TileSummer {
     float scores[2][4];
     multiplySixteenKeys<T, kHeadDim>(scores, queries, sharedAddress(own));
     __syncwarp();
+    int const row = lane() / 4;
+    if (row >= item.count()) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      int const row = lane() / 4 + 8 * half;
-      if (row >= item.count()) continue;
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        *reinterpret_cast<float2*>(own + row * kScoreRow + 32 * j + lane() % 4 * 8) =
-            make_float2(scores[j][2 * half], scores[j][2 * half + 1]);
-      }
+    for (int j = 0; j < 2; ++j) {
+      *reinterpret_cast<float2*>(own + row * kScoreRow + 32 * j + lane() % 4 * 8) =
+          make_float2(scores[j][0], scores[j][1]);
     }
   }
 
   // The thread's part of all warps' scores.
   __device__ __forceinline__ void gatherScores(Item const& item, char const* key_tile,
                                                float (&scores)[8][4]) const {
+    char const* const from =
+        key_tile + min(lane() / 4, item.count() - 1) * kScoreRow + lane() % 4 * 8;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      bool const is_used = half == 0 || item.count() > 8;
-      int const row = min(lane() / 4 + 8 * half, item.count() - 1);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        float2 const two = is_used ? *reinterpret_cast<float2 const*>(
-                                         key_tile + j / 2 * kWarpKeys * Layout::kRowBytes +
-                                         row * kScoreRow + 32 * (j % 2) + lane() % 4 * 8)
-                                   : make_float2(0.0f, 0.0f);
-        scores[j][2 * half] = two.x;
-        scores[j][2 * half + 1] = two.y;
-      }
+    for (int j = 0; j < 8; ++j) {
+      float2 const two = *reinterpret_cast<float2 const*>(
+          from + j / 2 * kWarpKeys * Layout::kRowBytes + 32 * (j % 2));
+      scores[j][0] = two.x;
+      scores[j][1] = two.y;
+      scores[j][2] = scores[j][3] = 0.0f;
     }
   }
 
   __device__ __forceinline__ void addTile(Item const& item, int first_key, int first_position,
-                                          int const (&positions)[2], char* key_tile,
-                                          RowState& state, float (&sums)[kColumns][4]) {
+                                          int position, char* key_tile, RowState& state,
+                                          float (&sums)[kColumns][4]) {
     char* const value_tile = key_tile + kStageBytes<kHeadDim> / 2;
     float scores[8][4];
     gatherScores(item, key_tile, scores);
     uint2 found = make_uint2(0, 0);
     if (first_key + kTileKeys - 1 > first_position) {
+      int const positions[2] = {position, position};
       hideKeys(scores, first_key, positions);
       if (item.rows.end - item.rows.begin > 1) {
         uint32_t (&noted)[2] = non_finite_[noted_];
@@ -322,55 +315,49 @@ class TileSummer {
         found = make_uint2(noted[0], noted[1]);
       }
     }
-    float fade[2] = {weigh(scores, state, args_.scale, 0), 1.0f};
-    if (item.count() > 8) fade[1] = weigh(scores, state, args_.scale, 1);
+    float const fade[2] = {weigh(scores, state, args_.scale, 0), 1.0f};
+#pragma unroll
+    for (int j = 0; j < 8; ++j) scores[j][2] = scores[j][3] = 0.0f;
     fadeSums(sums, fade);
     addValueColumns<T, kHeadDim>(sums, scores, sharedAddress(value_tile), warp() * kColumns);
-    if ((found.x | found.y) != 0) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if (seesOne(found, first_key, positions[half])) state.sum[half] = quietNan();
-      }
-    }
+    for (int j = 0; j < kColumns; ++j) sums[j][2] = sums[j][3] = 0.0f;
+    if ((found.x | found.y) != 0 && seesOne(found, first_key, position)) state.sum[0] = quietNan();
   }
 
   // Gives the split's sums on: to the result where the row has no other split, else to the fold.
-  __device__ __forceinline__ void hand(Item const& item, int const (&positions)[2],
-                                       RowState const& state,
+  __device__ __forceinline__ void hand(Item const& item, int position, RowState const& state,
                                        float const (&sums)[kColumns][4]) const {
-    Partials const partials(args_);
+    if (lane() / 4 >= item.count()) return;
+    Pair const pair = pairOf(item);
     int const column = 8 * warp() * kColumns + lane() % 4 * 2;
+    if (splitOf(clampPosition(args_, position)) == 0) {
+      if (item.split != 0) return;
+      Fold const fold(negativeInfinity(), state.top[0]);
+      Normalise const normalise(fold(0.0f, state.sum[0]));
+      T* const to = static_cast<T*>(args_.p.attended) +
+                    (int64_t{pair.row} * args_.p.num_heads + pair.head) * kHeadDim + column;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (lane() / 4 + 8 * half >= item.count()) continue;
-      Pair const pair = pairOf(item, half);
-      if (splitOf(clampPosition(args_, positions[half])) == 0) {
-        if (item.split != 0) continue;
-        Fold const fold(negativeInfinity(), state.top[half]);
-        Normalise const normalise(fold(0.0f, state.sum[half]));
-        T* const to = static_cast<T*>(args_.p.attended) +
-                      (int64_t{pair.row} * args_.p.num_heads + pair.head) * kHeadDim + column;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          float const low = normalise(fold(0.0f, sums[j][2 * half]));
-          float const high = normalise(fold(0.0f, sums[j][2 * half + 1]));
-          *reinterpret_cast<uint32_t*>(to + 8 * j) = Packed<T>::roundTo(low, high);
-        }
-      } else {
-        int64_t const partial_row =
-            args_.hasPartialOfEveryRow()
-                ? pair.row
-                : int64_t{item.sequence} * args_.rows_a_tile + pair.row - item.lookup.rows.begin;
-        int64_t const place = partialIndex(args_, partial_row, pair.head) + item.split;
-#pragma unroll
-        for (int j = 0; j < kColumns; ++j) {
-          *reinterpret_cast<float2*>(partials.values + place * kHeadDim + column + 8 * j) =
-              make_float2(sums[j][2 * half], sums[j][2 * half + 1]);
-        }
-        if (warp() == 0 && lane() % 4 == 0) {
-          partials.summary[place] = make_float2(state.top[half], state.sum[half]);
-        }
+      for (int j = 0; j < kColumns; ++j) {
+        float const low = normalise(fold(0.0f, sums[j][0]));
+        float const high = normalise(fold(0.0f, sums[j][1]));
+        *reinterpret_cast<uint32_t*>(to + 8 * j) = Packed<T>::roundTo(low, high);
       }
+      return;
+    }
+    Partials const partials(args_);
+    int64_t const partial_row =
+        args_.hasPartialOfEveryRow()
+            ? pair.row
+            : int64_t{item.sequence} * args_.few_rows + pair.row - item.lookup.rows.begin;
+    int64_t const place = partialIndex(args_, partial_row, pair.head) + item.split;
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) {
+      *reinterpret_cast<float2*>(partials.values + place * kHeadDim + column + 8 * j) =
+          make_float2(sums[j][0], sums[j][1]);
+    }
+    if (warp() == 0 && lane() % 4 == 0) {
+      partials.summary[place] = make_float2(state.top[0], state.sum[0]);
     }
   }
 
@@ -390,10 +377,20 @@ __global__ void __launch_bounds__(kBlock, kBlocksAnSm<kHeadDim>)
   __shared__ WarpShared shared[kWarps];
   __shared__ uint32_t non_finite[2][2];
   if (threadIdx.x < 4) non_finite[threadIdx.x / 2][threadIdx.x % 2] = 0;
-  waitForInputs();
+  // Tables, positions and the pool may be read at once: a kernel that writes them ends before the
+  // next one starts. Rows of qkv may not.
   TileCopier<T, kHeadDim> copier(args, sharedAddress(stages), shared[warp()]);
+  bool has_waited = false;
 #pragma unroll 1
-  for (int i = 0; i < kStages; ++i) copier.copyNext();
+  for (int i = 0; i < kStages; ++i) {
+    if (!has_waited && copier.nextHasNewKeys()) {
+      waitForInputsAlone();
+      has_waited = true;
+    }
+    copier.copyNext();
+  }
+  if (!has_waited) waitForInputsAlone();
+  if (args.max_splits > 1) letNextStart();  // the fold
   TileSummer<T, kHeadDim> summer(args, stages, non_finite);
   while (copier.hasItem()) summer.sum(copier.takeItem(), copier);
 }
@@ -414,10 +411,11 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
     return error;
   }
   int const grid = std::min<int64_t>(most, int64_t{args.num_sms} * std::max(blocks_an_sm, 1));
-  // Not before the last kernel has ended: on an H200, 32 sequences of 2048 then took 178 us instead
-  // of 142. Uneven placement of blocks beside the last fold's is a guess, not proven.
-  if (cudaError_t error =
-          launchKernel(kernel, dim3(grid), kBlock, stream, args, bytes, Start::kAfterPrevious);
+  // Many rows not before the last kernel has ended: on an H200, 32 sequences of 2048 then took 178
+  // us instead of 142. Uneven placement of blocks beside the last fold's is a guess, not proven.
+  bool const is_early = args.decodes_all && args.p.num_rows <= kMaxEarlyRows;
+  Start const start = is_early ? Start::kOverlapping : Start::kAfterPrevious;
+  if (cudaError_t error = launchKernel(kernel, dim3(grid), kBlock, stream, args, bytes, start);
       error != cudaSuccess || args.max_splits == 1) {
     return error;
   }

@@ -20,10 +20,10 @@ __device__ __forceinline__ FoldedRow foldedRow(AttentionArgs const& args, int pa
     if (row >= args.p.cu_seqlens[args.p.num_sequences]) return {0, 0};
   } else {
     int const sequence =
-        args.hasPartialOfEveryRow() ? sequenceOf(args, row) : partial_row / args.rows_a_tile;
+        args.hasPartialOfEveryRow() ? sequenceOf(args, row) : partial_row / args.few_rows;
     if (sequence == args.p.num_sequences) return {0, 0};
     RowRange const rows = rowsOf(args, sequence);
-    if (!args.hasPartialOfEveryRow()) row = rows.begin + partial_row % args.rows_a_tile;
+    if (!args.hasPartialOfEveryRow()) row = rows.begin + partial_row % args.few_rows;
     if (row >= rows.end || !hasFewRows(args, rows.end - rows.begin)) return {0, 0};
   }
   return {row, splitOf(clampPosition(args, args.p.positions[row])) + 1};
@@ -32,7 +32,7 @@ __device__ __forceinline__ FoldedRow foldedRow(AttentionArgs const& args, int pa
 // Folds a row's splits, in order. Grid: x partial rows, y heads; a thread for two channels.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kHeadDim / 2) foldSplitsKernel(AttentionArgs const args) {
-  constexpr int kAtOnce = 8;  // partial results asked for before the first is used
+  constexpr int kAtOnce = 16;  // partial results asked for before the first is used
   int const head = blockIdx.y;
   // Operands may be read before the decode kernel ends: it let this one start, in every block,
   // only after it had waited for them. All threads wait all the same, for those who wait for this.

@@ -22,19 +22,19 @@ struct AttentionArgs {
   int32_t max_positions;  // of a sequence
   int32_t max_splits;     // of a row
   int32_t group;          // query heads of a kv head
+  int32_t few_rows;       // most rows of a sequence that is decoded, unless all are
   int32_t rows_a_tile;    // rows of a sequence in a decode tile, at least 1
-  int32_t heads_a_tile;   // heads of a group in a decode tile, at most 16
+  int32_t heads_a_tile;   // heads of a group in a decode tile
   int32_t head_tiles;     // decode tiles of a group
   float scale;            // with log2(e) in it
   bool decodes_all;       // the decode kernel takes sequences with many rows too
   int32_t num_sms;
   int32_t shared_bytes;  // a block may have
 
-  // Partial results have a place for every row, or, where that is less, for as many rows of a
-  // sequence as a decode tile has.
+  // Partial results have a place for every row, or, where that is less, for few_rows of a sequence.
   __host__ __device__ int64_t partialRows() const {
-    int64_t const tiles = int64_t{p.num_sequences} * rows_a_tile;
-    return p.num_rows <= tiles ? p.num_rows : tiles;
+    int64_t const most = int64_t{p.num_sequences} * few_rows;
+    return p.num_rows <= most ? p.num_rows : most;
   }
   __host__ __device__ bool hasPartialOfEveryRow() const { return partialRows() == p.num_rows; }
 };
@@ -49,6 +49,7 @@ struct AttentionArgs {
 [[nodiscard]] cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream);
 
 constexpr int kMaxHeadDim = 256;
+constexpr int kTilePairs = 8;  // (row, head) pairs of a decode tile, half of an mma's rows
 
 // Calls f(TypeTag<T>, std::integral_constant<int, head_dim>) where the tensor-core kernels take
 // both. Returns f's result, or cudaErrorInvalidValue.
@@ -127,7 +128,7 @@ __device__ __forceinline__ int32_t clampPosition(AttentionArgs const& args, int3
 }
 
 __device__ __forceinline__ bool hasFewRows(AttentionArgs const& args, int32_t num_rows) {
-  return args.decodes_all || num_rows <= args.rows_a_tile;
+  return args.decodes_all || num_rows <= args.few_rows;
 }
 
 // Offset of a position's K in the pool, in elements; -1 where its unit is null.

@@ -1,7 +1,7 @@
 // How the decode kernel of packed_plane_attention divides its work: items, and who takes which.
 //
-// An item is one split of one decode tile: up to 16 (row, head) pairs of a sequence that share a kv
-// head. Owns the order of items and their round through the blocks; both change no bits.
+// An item is one split of one decode tile: up to kTilePairs (row, head) pairs of a sequence that
+// share a kv head. Owns the order of items and their round through the blocks; both change no bits.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -18,9 +18,12 @@ constexpr int kTileBytes = kTileKeys * TileLayout<kHeadDim>::kRowBytes;
 template <int kHeadDim>
 constexpr int kWarpBytes = kRowsAWarp * kHeadDim * int{sizeof(float)};
 // Of a block, as many as shared memory has place for. Where that holds several small blocks, others
-// work while one waits at a barrier: measured faster at 64 channels, slower at more.
+// work while one waits at a barrier: measured faster at 64 channels, slower at more. 12 warps are
+// faster at 96 channels, 8 at 128, 16 at none.
 template <int kHeadDim>
-constexpr int kMaxWarps = kHeadDim == 64 ? 4 : 8;
+constexpr int kMaxWarps = kHeadDim == 64   ? 4
+                          : kHeadDim == 96 ? 12
+                                           : 8;
 template <int kHeadDim>
 constexpr int kBlocksAnSm = kHeadDim == 64 ? 3 : 1;
 constexpr int kMinWarps = kTileKeys / 32;  // a thread looks up a key
@@ -79,7 +82,7 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   using Layout = TileLayout<kHeadDim>;
   constexpr int kChunks = Layout::kChunks;
   constexpr int kColumns = kHeadDim / 8;
-  static_assert(kMaxWarps<kHeadDim> * kRowsAWarp <= 2 * kTileKeys, "queries pass through a stage");
+  static_assert(kRowsAWarp * Layout::kRowBytes <= kWarpBytes<kHeadDim>, "queries pass through it");
 
   extern __shared__ __align__(128) char shared[];
   __shared__ KeySource sources[2][kTileKeys];
@@ -92,11 +95,10 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   int const warp = thread / 32;
   int const lane = thread % 32;
   char* const stages = shared;
-  // The last stage, until every warp has its queries in registers.
-  char* const query_tile = stages + (kStages - 1) * 2 * kTileBytes<kHeadDim>;
-  // What the thread's rows have folded: a column pair of rows g and g + 8 each.
-  float4* const totals = reinterpret_cast<float4*>(stages + kStages * 2 * kTileBytes<kHeadDim>) +
-                         warp * kColumns * 32 + lane;
+  char* const own_bytes = stages + kStages * 2 * kTileBytes<kHeadDim> + warp * kWarpBytes<kHeadDim>;
+  // What the thread's rows have folded: a column pair of rows g and g + 8 each. Before that, where
+  // the warp's queries arrive.
+  float4* const totals = reinterpret_cast<float4*>(own_bytes) + lane;
 
   waitForInputs();
   QueryTile const tile = findTile(args, rows_a_tile, blockIdx.y);
@@ -104,11 +106,13 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   int const head = blockIdx.x;
   auto const* const qkv = static_cast<T const*>(p.qkv);
   int const last_row = tile.rows.end - 1;
-  for (int item = thread; item < rows_a_tile * kChunks; item += num_threads) {
+  // Rows past the tile's end repeat its last one and are not stored.
+  int const first_row = tile.rows.begin + warp * kRowsAWarp;
+  for (int item = lane; item < kRowsAWarp * kChunks; item += 32) {
     int const row = item / kChunks;
     int const chunk = item - row * kChunks;
-    int64_t const from = min(tile.rows.begin + row, last_row) * qkvWidth(args) + head * kHeadDim;
-    copyAsync16(sharedAddress(query_tile) + Layout::byteOffset(row, chunk), qkv + from + chunk * 8);
+    int64_t const from = min(first_row + row, last_row) * qkvWidth(args) + head * kHeadDim;
+    copyAsync16(sharedAddress(own_bytes) + Layout::byteOffset(row, chunk), qkv + from + chunk * 8);
   }
   commitCopies();
   int const kv_head = head / args.group;
@@ -168,8 +172,6 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   KeySource upcoming;  // of the tile after the next: asked for early, needed late
   if (thread < kTileKeys) upcoming = findKey(2 * kTileKeys + thread);
 
-  // Rows past the tile's end repeat its last one and are not stored.
-  int const first_row = tile.rows.begin + warp * kRowsAWarp;
   int const warp_first = p.positions[min(first_row, last_row)];
   int const warp_last = p.positions[min(first_row + kRowsAWarp - 1, last_row)];
   int positions[2];
@@ -178,6 +180,7 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
     positions[half] = p.positions[min(first_row + lane / 4 + 8 * half, last_row)];
   }
 
+  int split = 0;
   RowState total;
   RowState state;
   float sums[kColumns][4];
@@ -185,7 +188,6 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   state.clear();
 #pragma unroll
   for (int j = 0; j < kColumns; ++j) {
-    totals[j * 32] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
     for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
   }
@@ -199,9 +201,9 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
     }
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      float4& four = totals[j * 32];
-      four = make_float4(folds[0](four.x, sums[j][0]), folds[0](four.y, sums[j][1]),
-                         folds[1](four.z, sums[j][2]), folds[1](four.w, sums[j][3]));
+      float4 const four = split == 0 ? make_float4(0.0f, 0.0f, 0.0f, 0.0f) : totals[j * 32];
+      totals[j * 32] = make_float4(folds[0](four.x, sums[j][0]), folds[0](four.y, sums[j][1]),
+                                   folds[1](four.z, sums[j][2]), folds[1](four.w, sums[j][3]));
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
     }
@@ -210,14 +212,12 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
 
   uint32_t queries[kHeadDim / 16][4];
   waitForCopiesBut<1>();
-  __syncthreads();
+  __syncwarp();
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     loadMatrices(queries[step],
-                 sharedAddress(query_tile) +
-                     Layout::byteOffset(warp * kRowsAWarp + lane % 16, 2 * step + lane / 16));
+                 sharedAddress(own_bytes) + Layout::byteOffset(lane % 16, 2 * step + lane / 16));
   }
-  int split = 0;
   int split_end = splitBegin(1);
   for (int index = 0; index < num_tiles; ++index) {
     int const first_key = index * kTileKeys;
@@ -244,7 +244,8 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
     }
     if (first_key == split_end) {
       foldSplit();
-      split_end = splitBegin(++split + 1);
+      ++split;
+      split_end = splitBegin(split + 1);
     }
     if (first_key > warp_last) continue;
 
@@ -297,7 +298,9 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
     return args.p.num_rows / (warps * kRowsAWarp) + args.p.num_sequences;
   };
   // Smaller tiles where multiprocessors would be left without one.
-  while (warps > 2 * kMinWarps && mostTiles() * args.p.num_heads < args.num_sms) warps /= 2;
+  while (warps > 2 * kMinWarps && mostTiles() * args.p.num_heads < args.num_sms) {
+    warps -= 2 * kMinWarps;
+  }
   if (warps < kMinWarps) return cudaErrorInvalidConfiguration;
   int const bytes = kFixedBytes + warps * kWarpBytes<kHeadDim>;
   if (cudaError_t error = prepareShared(kernel, bytes); error != cudaSuccess) return error;

@@ -18,7 +18,11 @@ __device__ __forceinline__ bool isUnit(int64_t unit, int64_t num_units) {
 // Grid: x copies, y halves (K, V) of layer slots. A range is contiguous in each of them.
 template <typename Word, Direction kDirection>
 __global__ void __launch_bounds__(kBlock) planeCopyKernel(PlaneCopyParams const p) {
-  waitForInputs();
+  if constexpr (kDirection == Direction::kToWorkspace) {
+    waitForInputs();
+  } else {
+    waitForInputsAlone();
+  }
   int64_t const copy = blockIdx.x;
   int64_t const num_units = p.kv_pool[1];
   int64_t const src = p.src_units[copy];

@@ -10,7 +10,7 @@ constexpr int kBlock = 64;
 
 // One update a block.
 __global__ void __launch_bounds__(kBlock) updateTablesKernel(UpdateTablesParams const p) {
-  waitForInputs();
+  waitForInputsAlone();
   int64_t const update = blockIdx.x;
   int64_t const slot = p.slots[update];
   int64_t const page = p.pages[update];

@@ -335,7 +335,7 @@ def long_rows_are_near_float64(new: NewWorld, sizes: Geometry) -> None:
     """More splits than are folded at once, of three lengths; splits of more than two tiles."""
     world = new(sizes.reaching(4700, max_slots=3))
     world.fill(1, 4610)
-    for position in (1151, 1152, 1216, 1279, 1280):  # ends of tiles, pairs of tiles and a split
+    for position in (2175, 2176, 2240, 2303, 2304):  # ends of tiles, pairs of tiles and a split
         world.check([(1, [position])])
     decode = world.check([(1, [4610])])
     assert_bitwise(world.check([(1, span(4610, 4640))], sample=3)[:1], decode)

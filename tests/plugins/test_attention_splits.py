@@ -60,9 +60,9 @@ def answers(program: Path, questions: list[tuple[object, ...]]) -> list[list[int
     return [list(map(int, line.split())) for line in done.stdout.splitlines()]
 
 
-def test_splits_are_eight_of_each_doubling_length(program: Path) -> None:
-    begins = [0]
-    for length in (128 << level for level in range(8)):
+def test_splits_are_of_128_then_eight_of_each_doubling(program: Path) -> None:
+    begins = [*range(0, 2048, 128), 2048]
+    for length in (256 << level for level in range(8)):
         for _ in range(8):
             begins.append(begins[-1] + length)
     got = answers(program, [("s", split) for split in range(len(begins))])
@@ -71,8 +71,8 @@ def test_splits_are_eight_of_each_doubling_length(program: Path) -> None:
     got = answers(program, [("s", position) for position in positions])
     want = [sum(begin <= p for begin in begins) - 1 for p in positions]
     assert [split for split, _ in got] == want
-    assert answers(program, [("s", 65_535)])[0][0] == 48
-    assert answers(program, [("s", 2**30 - 1)])[0][0] == 8 * 20
+    assert answers(program, [("s", 65_535)])[0][0] == 55
+    assert answers(program, [("s", 2**30 - 1)])[0][0] == 8 * 19 + 15
 
 
 def test_a_tile_never_crosses_a_split(program: Path) -> None:

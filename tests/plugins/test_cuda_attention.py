@@ -10,6 +10,7 @@ import math
 import pytest
 import torch
 
+from looptrt.plugins import launch
 from tests.plugins.attention_cases import (
     CHECKS,
     LONG_CHECKS,
@@ -17,7 +18,7 @@ from tests.plugins.attention_cases import (
     many_sequences_decode_as_one_does,
 )
 from tests.plugins.attention_world import PLACE, PLANE, Geometry, Rows, World, span
-from tests.plugins.pools import assert_bitwise
+from tests.plugins.pools import assert_bitwise, int32
 
 pytestmark = pytest.mark.gpu
 
@@ -126,3 +127,39 @@ def test_a_captured_call_replays_on_new_values(geometry: Geometry) -> None:
             operand.copy_(value)
         graph.replay()
         assert_bitwise(attended, eager.step(rows))
+
+
+@by_fast_geometry
+@pytest.mark.parametrize("reach", [120, 400], ids=["one split", "several splits"])
+def test_calls_in_a_row_read_what_was_written_just_before(geometry: Geometry, reach: int) -> None:
+    """Fails if a kernel that writes the pool or the table lets the next one start before its end.
+
+    One row a call, whose kernel may then start early; each call's table entry comes just before it.
+    """
+    sizes = geometry.reaching(reach, page_size=8)
+    world, alone = World(sizes), World(sizes)
+    first = reach - 60
+    rows: list[Rows] = [[(1, [position])] for position in range(first, reach)]
+    for one in (world, alone):
+        one.fill(1, first)
+    want = torch.stack([alone.step(row) for row in rows])
+    operands = [world.operands(row) for row in rows]
+    table = world.table[1].clone()
+    pages = [int32([position // 8]).cuda() for position in range(first, reach)]
+    units = [table[:, page.item()][None].contiguous() for page in pages]
+    slot, later = int32([1]).cuda(), slice((first + 7) // 8, None)
+    stored = world.pool.clone()
+    world.call(*operands[0], **sizes.attributes)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attended = []
+        for operand, page, unit in zip(operands, pages, units, strict=True):
+            launch.update_tables(world.table, slot, page, unit)
+            attended.append(world.call(*operand, **sizes.attributes))
+    for _ in range(20):
+        world.table[1, :, later] = 0
+        world.pool[:] = stored
+        graph.replay()
+        assert_bitwise(torch.stack(attended), want)
+    assert_bitwise(world.pool, alone.pool)

@@ -36,14 +36,20 @@ __device__ __forceinline__ void letNextStart() {
 #endif
 }
 
-// Blocks until all work before this kernel is done and visible; then lets an overlapping kernel
-// start. Every thread of every kernel calls it, before its first access to memory that the kernel
-// before it may still write.
-__device__ __forceinline__ void waitForInputs() {
+// Blocks until all work before this kernel is done and visible. Every thread of every kernel calls
+// it or waitForInputs(), before its first access to memory that the kernel before it may still
+// write. In place of waitForInputs() for kernels that write block tables or the KV pool, which
+// attention reads before it waits: the next kernel then starts after this one.
+__device__ __forceinline__ void waitForInputsAlone() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
+}
+
+// As waitForInputsAlone(); then lets an overlapping kernel start.
+__device__ __forceinline__ void waitForInputs() {
+  waitForInputsAlone();
+  letNextStart();
 }
 
 template <typename Params>

@@ -174,6 +174,10 @@ inline void cp_async_cg_shared_global(uint32_t to, void const* from, unsigned by
                                       unsigned valid_bytes) {
   copyAsync(to, from, bytes, valid_bytes);
 }
+inline void cp_async_cg_shared_global_L2_128B(uint32_t to, void const* from, unsigned bytes,
+                                              unsigned valid_bytes) {
+  copyAsync(to, from, bytes, valid_bytes);
+}
 inline void cp_async_cg_shared_global(uint32_t to, void const* from, unsigned bytes) {
   copyAsync(to, from, bytes, bytes);
 }
