@@ -2,8 +2,10 @@
 
 Fills an engine of this process with requests, waits until their prompts are in, and counts in a
 window of decode steps what torch.profiler sees: host-device copies and their bytes, pageable
-ones, calls that block the host, kernels that only copy or cast, kernels and launches. One arm
-without CUDA graphs, one with them. Prints a table; figures go to a JSON file.
+ones, calls that block the host, kernels that only move or cast, kernels, launches and event
+records. What a step reads and writes in host memory that the GPU maps is no copy of the driver's:
+it counts with the kernels that move. One arm without CUDA graphs, one with them. Prints a table;
+figures go to a JSON file.
 
 Run: python benchmarks/data_movement.py ENGINE_DIR [--out data_movement.json] [--requests 1,32]
 """
@@ -33,23 +35,31 @@ from looptrt.runtime.request import FinishReason, Request
 ARMS: dict[str, dict[str, Any]] = {"no graphs": {"cuda_graphs": "off"}, "default": {}}
 _MOST_STEPS = 2000
 _SETTLING_STEPS = 8
+WINDOW = "the steps that are counted"  # a range in the trace
 # Device kernels that move or convert elements and compute nothing.
-_COPIES = re.compile(r"copy|CatArray|cast|convert|compact", re.IGNORECASE)
+_COPIES = re.compile(r"copy|CatArray|cast|convert|compact|indexSelect|gather", re.IGNORECASE)
 _BLOCKING = re.compile(r"(cuda|cu)(Stream|Event|Device|Ctx)Synchronize|cudaMemcpy$")
 _LAUNCHES = re.compile(r"^(cuda|cu)(LaunchKernel|GraphLaunch|LaunchCooperativeKernel)")
+_RECORDS = re.compile(r"^(cuda|cu)EventRecord")
 _HEADERS = (
-    *("arm", "requests", "tokens", "H2D", "D2H", "D2H bytes", "pageable", "waits"),
-    *("copy kernels", "kernels", "launches"),
+    *("arm", "requests", "tokens", "H2D", "D2H", "D2H bytes", "D2D", "pageable", "waits"),
+    *("copy kernels", "kernels", "launches", "records"),
 )
 
 
 def counted(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Totals of a profiler's trace.
+    """Totals of a profiler's trace; of calls, those within its range `WINDOW`.
 
     Args:
         events: `traceEvents` of a Chrome trace that torch.profiler wrote.
     """
     totals: Counter[str] = Counter(waits=0)
+    events = list(events)
+    (window,) = [
+        event
+        for event in events
+        if (event.get("cat"), event.get("name")) == ("user_annotation", WINDOW)
+    ]
     for event in events:
         kind, name = event.get("cat"), str(event.get("name"))
         if kind == "gpu_memcpy":
@@ -57,10 +67,15 @@ def counted(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         elif kind == "kernel":
             totals["kernels"] += 1
             totals["copy_kernels"] += bool(_COPIES.search(name))
-        elif kind in ("cuda_runtime", "cuda_driver"):
+        elif kind in ("cuda_runtime", "cuda_driver") and _is_within(event, window):
             totals["waits"] += bool(_BLOCKING.search(name))
             totals["launches"] += bool(_LAUNCHES.match(name))
+            totals["records"] += bool(_RECORDS.match(name))
     return dict(totals)
+
+
+def _is_within(event: Mapping[str, Any], window: Mapping[str, Any]) -> bool:
+    return bool(0 <= event["ts"] - window["ts"] <= window["dur"])
 
 
 def _count_copy(totals: Counter[str], name: str, num_bytes: int) -> None:
@@ -77,9 +92,10 @@ def profiled(core: EngineCore, count: int, window: int, prompt_tokens: int) -> d
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     tokens = 0
     with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(window):
-            tokens += len(core.step().token_ids)
-        torch.cuda.synchronize()  # so that all kernels are in the trace; its wait is taken off
+        with torch.profiler.record_function(WINDOW):
+            for _ in range(window):
+                tokens += len(core.step().token_ids)
+        torch.cuda.synchronize()  # so that all kernels are in the trace
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
@@ -87,7 +103,6 @@ def profiled(core: EngineCore, count: int, window: int, prompt_tokens: int) -> d
     totals = counted(events)
     if not totals.get("kernels"):
         sys.exit("data_movement: torch.profiler saw no kernel; CUPTI does not work here")
-    totals["waits"] = max(0, totals["waits"] - 1)
     names = (event["name"] for event in events if event.get("cat") == "kernel")
     for request_id in range(count):
         core.abort_request(request_id, FinishReason.ABORT)
@@ -155,8 +170,8 @@ def table(result: dict[str, Any]) -> str:
     for name, arm in result["arms"].items():
         for cell in arm["cells"]:
             of = cell["per_token"]
-            shown = ("HtoD", "DtoH", "DtoH_bytes", "pageable", "waits", "copy_kernels")
-            figures = [of.get(key, 0.0) for key in (*shown, "kernels", "launches")]
+            shown = ("HtoD", "DtoH", "DtoH_bytes", "DtoD", "pageable", "waits", "copy_kernels")
+            figures = [of.get(key, 0.0) for key in (*shown, "kernels", "launches", "records")]
             head = [name, str(cell["requests"]), str(cell["tokens"])]
             rows.append(head + [f"{figure:,.2f}" for figure in figures])
     return markdown_table(_HEADERS, rows)

@@ -26,7 +26,7 @@ GROUPS = {
     ),
     "recurrent OLMo-2-1B": (JoinedProduct(2048, (2048,) * 3), JoinedProduct(2048, (8192,) * 2)),
 }
-ROWS = sorted({*range(1, 33), *SIZES, *PACKED_SIZES, 1536, 2048, 3072, 4096, 6144, 8192})
+ROWS = sorted({*range(1, 33), *SIZES, *PACKED_SIZES})
 
 
 def main() -> int:

@@ -478,7 +478,7 @@ def sample(
     min_ps: Tensor,
     seeds: Tensor,
     positions: Tensor,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """Choose a token for every row, as `runtime/sampler.py` does for rows without edits.
 
     Args:
@@ -491,8 +491,7 @@ def sample(
         positions: [n] int32 of the rows' own tokens.
 
     Returns:
-        [n] int32 token ids, and [n] int32 that are 1 where logits are not all finite; the
-        token is 0 there.
+        [2, n] int32: token ids, then 1 where logits are not all finite; the token is 0 there.
 
     Raises:
         PluginError: operands of the wrong shape or dtype, or a vocabulary above 2**19.
@@ -510,12 +509,10 @@ def sample(
     }
     for name, (operand, dtype) in kinds.items():
         _check("sample", name, operand, dtype, (len(logits),))
-    tokens, failed = (
-        torch.empty(len(logits), dtype=torch.int32, device=logits.device) for _ in range(2)
-    )
+    chosen = torch.empty(2, len(logits), dtype=torch.int32, device=logits.device)
     rows = [operand for operand, _ in kinds.values()]
-    _enqueue("sample", tokens, failed, logits, *rows, *logits.shape, _DTYPES[logits.dtype])
-    return tokens, failed
+    _enqueue("sample", *chosen, logits, *rows, *logits.shape, _DTYPES[logits.dtype])
+    return chosen
 
 
 def _check(op: str, name: str, operand: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from looptrt.errors import EngineError
+from looptrt.loop_spec import NoiseMode
 from looptrt.manifest import BACKENDS, BuildLimits, Manifest
 from looptrt.runtime.sampling_params import MAX_SEED, shown
 
@@ -19,6 +20,7 @@ PrefixDepth = Literal["exact", "at_least"]
 CudaGraphs = Literal["auto", "step", "loop", "off"]
 JoinedProjections = Literal["exact", "always", "never"]
 MAX_SKINNY_ROWS = 16  # the kernel's (`plugins.launch`), whose module needs torch
+MAX_GRAPH_ROWS = 8192
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
 
@@ -52,6 +54,10 @@ class EngineConfig:
             there, its tokens unknown; False waits for every step's tokens first.
         speculative_loops: up to four running requests guess tokens at this depth, which one
             step at full depth verifies; answers stay the same. None makes no guesses.
+        noise: how a random initial state is drawn: `position`, a function of seed, position and
+            channel, or `sequential`, in order from one generator a request, which excludes the
+            prefix cache, preemption, speculation and CUDA graphs. None is as built; TensorRT
+            engines run as built only.
         noise_seed: seed of the random initial state of requests that set none.
         device: `cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if the plugin library can
             run there, else the CPU.
@@ -59,6 +65,9 @@ class EngineConfig:
             directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
         cuda_graphs: what of a small step on a GPU is a CUDA graph: `step` all of it where that is
             possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`.
+        max_graph_rows: rows of the largest step that is small in this sense, rounded up to a size
+            that graphs have (`runtime.padding`), at most 8192; larger ones are launched kernel by
+            kernel.
         fused_kernels: run operators on a GPU by the plugin library's kernels; False runs those
             that have PyTorch's bits as the chains of PyTorch's operators that they stand for.
         joined_projections: whether q, k and v, and gate and up, are one matrix product each where
@@ -95,10 +104,12 @@ class EngineConfig:
     prefill_share: bool = True
     look_ahead: bool = True
     speculative_loops: int | None = None
+    noise: str | None = None
     noise_seed: int = 0
     device: str = "auto"
     backend: str = "auto"
     cuda_graphs: CudaGraphs = "auto"
+    max_graph_rows: int = 1024
     fused_kernels: bool = True
     joined_projections: JoinedProjections = "exact"
     skinny_linear_rows: int = 0
@@ -122,6 +133,7 @@ class EngineConfig:
                 _check_int(name, getattr(self, name), low=1)
         _check_int("max_waiting", self.max_waiting, low=1)
         _check_int("skinny_linear_rows", self.skinny_linear_rows, low=0, high=MAX_SKINNY_ROWS)
+        _check_int("max_graph_rows", self.max_graph_rows, low=1, high=MAX_GRAPH_ROWS)
         _check_int("max_logprobs", self.max_logprobs, low=0, high=2**18)
         _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)
         for name in ("start_timeout_s", "step_timeout_s"):
@@ -151,6 +163,8 @@ class EngineConfig:
             raise _wrong("device", "auto, cpu, cuda or cuda:N", self.device)
         if self.backend not in ("auto", *BACKENDS):
             raise _wrong("backend", f"auto, {', '.join(BACKENDS)}", self.backend)
+        if self.noise is not None and self.noise not in tuple(NoiseMode):
+            raise _wrong("noise", _any_of([*NoiseMode]), self.noise)
         if self.cache_dir is not None and not isinstance(self.cache_dir, str):
             raise _wrong("cache_dir", "a path", self.cache_dir)
 

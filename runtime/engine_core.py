@@ -51,7 +51,7 @@ class EngineCore:
         config: run-time limits and switches.
 
     Attributes:
-        manifest: of the directory.
+        manifest: of the directory, with the noise mode that runs.
         device: where it runs.
         executor: of its steps.
         scheduler: of its requests.
@@ -62,8 +62,9 @@ class EngineCore:
     """
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
-        self.manifest = Manifest.load(engine_dir)
-        backend = self.manifest.backend if config.backend == "auto" else config.backend
+        built = Manifest.load(engine_dir)
+        backend = built.backend if config.backend == "auto" else config.backend
+        self.manifest = _with_noise(built, config.noise, backend)
         self.device = device = _device(config, backend)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -102,7 +103,8 @@ class EngineCore:
         try:
             self.executor.use_products(products)
             self.executor.use_operators(operators)
-            self.executor.use_graphs(config.cuda_graphs, scheduler_config.max_num_tokens)
+            graph_rows = min(scheduler_config.max_num_tokens, config.max_graph_rows)
+            self.executor.use_graphs(config.cuda_graphs, graph_rows)
             self.scheduler = Scheduler(
                 scheduler_config, self.manifest.layout, cache_identity(self.manifest)
             )
@@ -192,6 +194,28 @@ def _device(config: EngineConfig, backend: str) -> torch.device:
             "backend pytorch runs the same model on the CPU"
         )
     return device
+
+
+def _with_noise(manifest: Manifest, asked: str | None, backend: str) -> Manifest:
+    """The manifest with the noise mode that was asked for.
+
+    Raises:
+        EngineError: there is no noise, or another mode of it is compiled in.
+    """
+    if asked is None:
+        return manifest
+    spec = manifest.spec
+    if spec.initial_state is not InitialState.RANDOM:
+        raise EngineError(
+            f"noise: {spec.architecture} has no random initial state; leave it at its default"
+        )
+    noise_mode = NoiseMode(asked)
+    if backend in TENSORRT_BACKENDS and noise_mode is not manifest.noise_mode:
+        raise EngineError(
+            f"noise: expected {manifest.noise_mode}, got {asked}: backend {backend} runs what was "
+            f"compiled; rebuild with --noise {asked}, or choose backend pytorch"
+        )
+    return replace(manifest, noise_mode=noise_mode)
 
 
 def cache_identity(manifest: Manifest) -> CacheIdentity:

@@ -13,21 +13,22 @@ from typing import NamedTuple
 import numpy as np
 
 from looptrt.runtime.batch import LoopRows
+from looptrt.runtime.config import MAX_GRAPH_ROWS
 from looptrt.runtime.step_plan import Int32Array, StepPlan
 
-# Ouro-1.4B on an H200: 512 rows take 14 ms as a graph and 55 ms kernel by kernel; at 8192 rows
-# launches hide behind kernels. Where between the two they begin to was not measured.
-MAX_GRAPH_ROWS = 1024
-# Rows of a step in which every sequence has one, and of a loop.
+# Rows of a step in which every sequence has one.
 SIZES: tuple[int, ...] = (
     *(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256),
-    *(320, 384, 448, 512, 640, 768, 896, MAX_GRAPH_ROWS),
+    *(320, 384, 448, 512, 640, 768, 896, 1024),
 )
-# Rows and sequences of other steps: few enough that all can be captured ahead of time.
+# Rows and sequences of other steps: few enough that the usual ones can be captured ahead of time.
 PACKED_SIZES: tuple[int, ...] = (
-    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, MAX_GRAPH_ROWS),
+    *(16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024),
+    *(1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, MAX_GRAPH_ROWS),
 )
-SEQ_SIZES: tuple[int, ...] = (9, 33, 129, 513, 2 * MAX_GRAPH_ROWS + 1)  # the filling one included
+SEQ_SIZES: tuple[int, ...] = (9, 33, 129, 513, 2049)  # the filling one included
+# Rows of one loop.
+LOOP_SIZES: tuple[int, ...] = (*SIZES, *(rows for rows in PACKED_SIZES if rows > SIZES[-1]))
 
 
 class StepShape(NamedTuple):
@@ -50,34 +51,63 @@ def size_for(count: int, sizes: tuple[int, ...] = SIZES) -> int | None:
     return sizes[place] if place < len(sizes) else None
 
 
-def step_shape(plan: StepPlan, *, shrinks: bool) -> StepShape | None:
+def graph_rows(max_rows: int) -> int:
+    """Rows of the largest graph where steps of up to `max_rows` rows are graphs."""
+    return size_for(max_rows, PACKED_SIZES) or PACKED_SIZES[-1]
+
+
+def step_shape(plan: StepPlan, *, shrinks: bool, max_slots: int) -> StepShape | None:
     """The size that a plan is filled up to; None if it is too large for a graph.
+
+    A packed step has no more sequences than a step of one row each may have rows: that one may
+    follow before the host has seen the packed step's tokens, which only graphs leave to it.
 
     Args:
         plan: the step.
         shrinks: whether later loops may run fewer rows, which then need a sequence to fill up.
+        max_slots: sequences of any step.
     """
     num_seqs = len(plan.seq_slots)
     if num_seqs == plan.num_rows and not shrinks:
         rows = size_for(plan.num_rows)
         return None if rows is None else StepShape(rows, rows, rows)
     rows = size_for(plan.num_rows, PACKED_SIZES)
-    seqs = size_for(max(num_seqs + 1, len(plan.logit_rows)), SEQ_SIZES)
-    return None if rows is None or seqs is None else StepShape(rows, seqs, seqs)
+    if rows is None or num_seqs > SIZES[-1]:
+        return None
+    fewest = _fewest_seqs(rows, max_slots)
+    seqs = size_for(max(num_seqs + 1, len(plan.logit_rows), fewest), SEQ_SIZES)
+    return None if seqs is None else StepShape(rows, seqs, seqs)
 
 
 def usual_shapes(max_slots: int, max_rows: int) -> list[StepShape]:
-    """Shapes of all steps at one depth for up to `max_slots` requests and `max_rows` rows."""
-    largest = size_for(min(max_slots, max_rows)) or MAX_GRAPH_ROWS
+    """Shapes of all steps at one depth for up to `max_slots` requests and `max_rows` rows.
+
+    Those of most use first: steps of one row a sequence, then others, the smaller ones first.
+    """
+    largest = size_for(min(max_slots, max_rows)) or SIZES[-1]
     decodes = [StepShape(rows, rows, rows) for rows in SIZES if rows <= largest]
-    most_seqs = size_for(max_slots + 1, SEQ_SIZES) or SEQ_SIZES[-1]
     packed = [
         StepShape(rows, seqs, seqs)
         for rows in PACKED_SIZES
-        for fewer, seqs in zip((0, *SEQ_SIZES), SEQ_SIZES, strict=False)
-        if rows <= max_rows and fewer <= rows and seqs <= most_seqs
+        if rows <= max_rows
+        for seqs in _between(
+            _fewest_seqs(rows, max_slots), min(max_slots, rows, SIZES[-1]) + 1, SEQ_SIZES
+        )
     ]
     return decodes + packed
+
+
+def _fewest_seqs(rows: int, max_slots: int) -> int:
+    """Sequences that a packed step has room for at least.
+
+    Above `SIZES` all that there can be: beside so many rows they cost little, a graph more does.
+    """
+    return 0 if rows <= SIZES[-1] else min(max_slots, SIZES[-1]) + 1
+
+
+def _between(low: int, high: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of the sizes that counts from `low` to `high` get."""
+    return sizes[bisect_left(sizes, low) : bisect_left(sizes, high) + 1]
 
 
 def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, np.ndarray]:

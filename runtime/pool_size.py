@@ -12,7 +12,7 @@ from looptrt.errors import EngineError
 from looptrt.kv_layout import DTYPE_BYTES
 from looptrt.manifest import WEIGHTS_NAME, BuildLimits, Manifest
 from looptrt.runtime.config import EngineConfig
-from looptrt.runtime.padding import MAX_GRAPH_ROWS
+from looptrt.runtime.padding import graph_rows
 
 _DEFAULT_HOST_BYTES = 1 << 30
 # The books about units are host memory; only units of tiny models reach this.
@@ -45,24 +45,27 @@ def pool_units(
                 f"{layout.unit_bytes} bytes; one page of {layout.max_loops} loops and the null "
                 f"unit need {page_units + 1}"
             )
-        if free_bytes is not None and config.kv_cache_bytes > _left(manifest, limits, free_bytes):
-            raise EngineError(f"kv_cache_bytes: {_account(manifest, limits, free_bytes)}")
+        if free_bytes is not None:
+            left, account = _left(manifest, config, limits, free_bytes)
+            if config.kv_cache_bytes > left:
+                raise EngineError(f"kv_cache_bytes: {account}")
         return num_units
     if free_bytes is None:
         sequence_units = layout.num_pages(limits.max_seq_len) * page_units
         affordable = max(_DEFAULT_HOST_BYTES // layout.unit_bytes, page_units)
         return min(limits.max_batch_size * sequence_units, affordable) + 1
+    left, account = _left(manifest, config, limits, free_bytes)
     share = config.kv_cache_free_gpu_memory_fraction
-    num_units = math.floor(share * _left(manifest, limits, free_bytes)) // layout.unit_bytes
+    num_units = math.floor(share * left) // layout.unit_bytes
     if num_units < page_units + 1:
         raise EngineError(
-            f"kv_cache_free_gpu_memory_fraction: {_account(manifest, limits, free_bytes)}; one "
-            f"page and the null unit need {(page_units + 1) * layout.unit_bytes}"
+            f"kv_cache_free_gpu_memory_fraction: {account}; one page and the null unit need "
+            f"{(page_units + 1) * layout.unit_bytes}"
         )
     return min(num_units, _MOST_DEFAULT_UNITS)
 
 
-def step_bytes(manifest: Manifest, limits: BuildLimits) -> int:
+def step_bytes(manifest: Manifest, config: EngineConfig, limits: BuildLimits) -> int:
     """An upper estimate of what a step needs on a GPU beside weights and KV.
 
     Per row: the stream, the injection and their copies, the packed projection before and after
@@ -73,22 +76,17 @@ def step_bytes(manifest: Manifest, limits: BuildLimits) -> int:
     row = 8 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size
     sample = (width + 2 * DTYPE_BYTES[manifest.logits_dtype]) * spec.vocab_size
     # Graphs keep the memory of the largest of them beside that of steps without a graph.
-    num_rows = limits.max_num_tokens + min(limits.max_num_tokens, MAX_GRAPH_ROWS)
+    num_rows = limits.max_num_tokens + graph_rows(min(limits.max_num_tokens, config.max_graph_rows))
     return 2 * _CUDA_BYTES + num_rows * row * width + 2 * limits.max_batch_size * sample
 
 
-def _weight_bytes(manifest: Manifest) -> int:
-    return manifest.files[WEIGHTS_NAME][1]
-
-
-def _left(manifest: Manifest, limits: BuildLimits, free_bytes: int) -> int:
-    """Bytes that weights and a step leave to the KV, at least 0."""
-    return max(0, free_bytes - _weight_bytes(manifest) - step_bytes(manifest, limits))
-
-
-def _account(manifest: Manifest, limits: BuildLimits, free_bytes: int) -> str:
-    return (
-        f"of {free_bytes} free bytes on the GPU, weights take {_weight_bytes(manifest)} and a step "
-        f"of {limits.max_num_tokens} rows up to {step_bytes(manifest, limits)}, which leaves "
-        f"{_left(manifest, limits, free_bytes)} bytes"
+def _left(
+    manifest: Manifest, config: EngineConfig, limits: BuildLimits, free_bytes: int
+) -> tuple[int, str]:
+    """Bytes that weights and a step leave to the KV, at least 0, and how they were reckoned."""
+    weights, step = manifest.files[WEIGHTS_NAME][1], step_bytes(manifest, config, limits)
+    left = max(0, free_bytes - weights - step)
+    return left, (
+        f"of {free_bytes} free bytes on the GPU, weights take {weights} and a step of "
+        f"{limits.max_num_tokens} rows up to {step}, which leaves {left} bytes"
     )

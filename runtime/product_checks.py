@@ -25,7 +25,6 @@ from looptrt.runtime.kernel_checks import recalled
 from looptrt.runtime.padding import PACKED_SIZES, SIZES, size_for
 
 # Of steps too large for a graph, which have any row count: a sample.
-_LARGE_ROWS = (1536, 2048, 3072, 4096, 6144, 8192)
 _SIXTEEN_BITS = ("bfloat16", "float16")
 
 _logger = logging.getLogger(__name__)
@@ -102,10 +101,10 @@ def act_on(verdicts: Sequence[Verdict], rows: Sequence[int]) -> list[JoinedProdu
 
 
 def row_counts(manifest: Manifest, quick: Sequence[int] = QUICK_ROWS) -> list[int]:
-    """Row counts to compare: `quick`, those of graphs, a few large, and the largest step's."""
+    """Row counts to compare: `quick`, all that graphs may have, and the largest step's."""
     largest = manifest.limits.max_num_tokens
-    most = max(largest, size_for(largest) or 0)  # a graph may be larger than any step
-    counts = dict.fromkeys((*quick, *SIZES, *PACKED_SIZES, *_LARGE_ROWS, largest))
+    most = max(largest, size_for(largest, PACKED_SIZES) or 0)  # graphs may be larger than steps
+    counts = dict.fromkeys((*quick, *SIZES, *PACKED_SIZES, largest))
     return [count for count in counts if count <= most]
 
 

@@ -40,6 +40,7 @@ class Change:
         off_kv_layout: how the pool is reckoned without the change.
         shares_prompts: whether it shows only where prompts begin alike.
         gpu_only: whether an engine on the CPU lacks it, or what it is said to preserve.
+        needs_noise: whether it is about random initial states, which other models do not have.
     """
 
     name: str
@@ -52,6 +53,7 @@ class Change:
     off_kv_layout: KvLayout = KvLayout.UNITS
     shares_prompts: bool = False
     gpu_only: bool = False
+    needs_noise: bool = False
 
     @property
     def is_default(self) -> bool:
@@ -147,6 +149,20 @@ CHANGES = (
         Rung.R1,
         "every row's operations; guesses at half of the loops are verified in wider batches",
         on={"speculative_loops": HALF_LOOPS},
+    ),
+    Change(
+        "position-keyed noise",
+        Rung.R2,
+        "the distribution of initial states; numbers follow from seed, position and channel",
+        # What needs it goes with it.
+        off={
+            "noise": "sequential",
+            "enable_prefix_cache": False,
+            "prefix_grid": None,
+            "prefix_depth": "exact",
+            "speculative_loops": None,
+        },
+        needs_noise=True,
     ),
     Change(
         "products of few rows",

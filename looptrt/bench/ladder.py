@@ -22,7 +22,8 @@ from looptrt.bench.setup import Repeats, Setup, interleave
 from looptrt.bench.statistics import PairedDifference, medians
 from looptrt.bench.workload import Question, random_prompts
 from looptrt.errors import EngineError
-from looptrt.manifest import TENSORRT_BACKENDS
+from looptrt.loop_spec import InitialState, NoiseMode
+from looptrt.manifest import TENSORRT_BACKENDS, Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.request import FinishReason
 
@@ -86,14 +87,17 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
     with offline(setup.engine_dir, config, in_process=setup.in_process) as default:
         _check_room(config, default, ladder)
         backend = default.manifest.backend if config.backend == "auto" else config.backend
-        has_own_kernels = default.on_gpu and backend not in TENSORRT_BACKENDS
-        changes = [one for one in ladder.changes if has_own_kernels or not one.gpu_only]
-        left_out = [one.name for one in ladder.changes if one not in changes]
+        is_compiled = backend in TENSORRT_BACKENDS
+        has_own_kernels = default.on_gpu and not is_compiled
+        has_own_noise = _draws_by_position(default.manifest) and not is_compiled
+        needs_gpu = [one for one in ladder.changes if one.gpu_only and not has_own_kernels]
+        needs_noise = [one for one in ladder.changes if one.needs_noise and not has_own_noise]
+        left_out = [*needs_gpu, *needs_noise]
+        changes = [one for one in ladder.changes if one not in left_out]
         if not changes:
-            names = ", ".join(left_out)
             raise EngineError(
-                f"{names}: there is nothing to compare where an engine runs on a CPU, or as a "
-                "TensorRT engine"
+                f"{', '.join(_names(left_out))}: there is nothing to compare where an engine runs "
+                "on a CPU, as a TensorRT engine, or without position-keyed noise"
             )
         runs = len(ladder.concurrency) * 2 * (setup.repeats + 1)
         total = len(changes) * (runs + 2 * bool(ladder.questions))
@@ -109,8 +113,18 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
             workload={**ladder.to_json(), "repeats": setup.repeats, "seed": setup.seed},
             commit=setup.commit,
             arms=rows,
-            needs_gpu=left_out,
+            needs_gpu=_names(needs_gpu),
+            needs_noise=_names(needs_noise),
         )
+
+
+def _names(changes: Sequence[Change]) -> list[str]:
+    return [change.name for change in changes]
+
+
+def _draws_by_position(manifest: Manifest) -> bool:
+    is_random = manifest.spec.initial_state is InitialState.RANDOM
+    return is_random and manifest.noise_mode is NoiseMode.POSITION
 
 
 def _check_room(config: EngineConfig, engine: Engine, ladder: Ladder) -> None:
@@ -237,6 +251,8 @@ class _Comparison:
 
     def _answers(self, arm: Arm) -> list[Record]:
         setup, questions, engine = self.setup, self.ladder.questions, self.engines[arm.name]
+        # Of one seed all samples would share their noise, and be no independent samples of it.
+        draws_own = self.change.needs_noise
         records: list[Record] = []
         for begin in range(0, len(questions), _QUALITY_BATCH):
             batch = questions[begin : begin + _QUALITY_BATCH]
@@ -247,6 +263,7 @@ class _Comparison:
                     output_tokens=self.ladder.answer_tokens,
                     salt="quality",
                     ignore_eos=False,
+                    noise_seed=begin + index if draws_own else setup.params.noise_seed,
                 )
                 for index in range(len(batch))
             ]
@@ -303,11 +320,12 @@ def markdown(result: Mapping[str, Any]) -> str:
 
 
 def not_compared(result: Mapping[str, Any]) -> str:
-    """Which changes a ladder left out and why, as a sentence; empty where it left out none."""
-    names = ", ".join(result["needs_gpu"])
+    """Which changes a ladder left out and why, in sentences; empty where it left out none."""
     is_compiled = result["engine"]["backend"] in TENSORRT_BACKENDS
-    why = "as TensorRT has compiled its own" if is_compiled else "for want of a GPU"
-    return f"Not compared, {why}: {names}." if names else ""
+    why_gpu = "as TensorRT has compiled its own" if is_compiled else "for want of a GPU"
+    why_noise = "for want of position-keyed noise that can be switched off"
+    left_out = ((why_gpu, result["needs_gpu"]), (why_noise, result["needs_noise"]))
+    return " ".join(f"Not compared, {why}: {', '.join(names)}." for why, names in left_out if names)
 
 
 def _ratio(value: float | None) -> str:

@@ -1,8 +1,12 @@
-"""Transfers of a step between host and GPU through pinned memory that is used again and again.
+"""What captured steps read and give, in host memory that the GPU maps: no copies, no extra launch.
 
-Owns packed arrays on their way to fixed addresses, and results on their way back; leaves what
-they mean to the executor. Invariant: pinned memory is written only after the transfer that last
-read it is done.
+Owns the memory of both sides and which half of it a step takes; leaves what the fields mean to
+the executor. Invariants: a slot is written only after the step that last took it is done; host
+and GPU count the same turns.
+
+A graph's addresses are fixed, and a step is enqueued before the host has seen the one before, so
+the host's side has two slots. Which of them a step takes is counted on the GPU, by the step
+itself; the host counts the steps that it has enqueued.
 """
 
 from __future__ import annotations
@@ -14,88 +18,135 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from looptrt.errors import InvariantError
+from looptrt.runtime.executor.device_memory import MappedMemory
+
 Fields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
+_NUM_SLOTS = 2  # the turn is one bit
 _ALIGNMENT = 16
-_NUM_HOST_COPIES = 2  # one can be written while the GPU reads the other
+_SLOT_ALIGNMENT = 256  # no cache line of the GPU's holds bytes of two slots
 
 
 class Arena:
-    """Tensors on a GPU that captured graphs read.
+    """The inputs of one shape of work, and its result.
+
+    For each run: `fill`, then work that begins with `load` and may end with `store`, enqueued
+    on the current stream once, as a graph or not, then `submitted`.
 
     Args:
-        fields: dtype and shape by name.
+        fields: dtype and shape of the inputs by name.
+        result_shape: of the int32 result; (0,) if there is none.
         device: a CUDA device.
 
     Attributes:
-        tensors: by name, all in one allocation.
+        tensors: the inputs by name, on the device; those of the run after its `load`.
+
+    Raises:
+        EngineError: the host has no memory for it.
     """
 
-    def __init__(self, fields: Fields, device: torch.device) -> None:
-        places, end = {}, 0
+    def __init__(self, fields: Fields, result_shape: tuple[int, ...], device: torch.device) -> None:
+        places, end = {}, _ALIGNMENT  # a slot begins with its number
         for name, (dtype, shape) in fields.items():
             places[name] = slice(end, end + math.prod(shape) * dtype.itemsize)
-            end += -(-places[name].stop // _ALIGNMENT) * _ALIGNMENT - end
-        self._memory = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.tensors = _views(self._memory, places, fields)
-        self._hosts = [_Host(end, places, fields) for _ in range(_NUM_HOST_COPIES)]
+            end = _aligned(places[name].stop, _ALIGNMENT)
+        slot_bytes = _aligned(end, _SLOT_ALIGNMENT)
+        results = _NUM_SLOTS * slot_bytes
+        num_bytes = results + _NUM_SLOTS * math.prod(result_shape) * torch.int32.itemsize
+        memory = MappedMemory(num_bytes, device)
+        here, there = memory.array(), memory.tensor()
+        given = here[results:].view(np.int32).reshape(_NUM_SLOTS, *result_shape)
+        self._device = device
+        self._slots = []
+        for number in range(_NUM_SLOTS):
+            inputs = torch.from_numpy(here[number * slot_bytes : (number + 1) * slot_bytes])
+            inputs[:_ALIGNMENT].view(torch.int64)[0] = number
+            self._slots.append(_Slot(_views(inputs, places, fields), given[number]))
+        self._inputs_there = there[:results].view(torch.int64).view(_NUM_SLOTS, -1)
+        self._results_there = there[results:].view(torch.int32).view(_NUM_SLOTS, *result_shape)
+        self._loaded = torch.zeros(1, slot_bytes // 8, dtype=torch.int64, device=device)
+        self._number = self._loaded[0, :1]
+        self.tensors = _views(self._loaded[0].view(torch.uint8), places, fields)
+        self._turn = 0
+        self._turn_there = torch.zeros(1, dtype=torch.int64, device=device)
+        self._is_filled = False
+
+    # ---- on the host, once a run
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Enqueue the transfer of all fields' values on the current stream.
+        """Write the inputs of the next run; waits for the last but one if that is not done.
 
         Args:
             arrays: of the fields' shapes, one for every field.
         """
-        host = self._hosts.pop(0)
-        self._hosts.append(host)
-        host.transferred.synchronize()
+        if self._is_filled:  # the run before failed, before its turn on the GPU or after it
+            torch.cuda.synchronize(self._device)
+            self.start_over()
+        self._is_filled = True
+        slot = self._slots[self._turn]
+        slot.num_runs += 1
+        if slot.is_running:
+            slot.done.synchronize()
         for name, array in arrays.items():
-            host.arrays[name][...] = array
-        self._memory.copy_(host.memory, non_blocking=True)
-        host.transferred.record()
+            slot.arrays[name][...] = array
 
-
-class Transfers:
-    """Copies of small device tensors to the host, enqueued one after another."""
-
-    def __init__(self) -> None:
-        self._free: dict[torch.Size, list[tuple[torch.Tensor, torch.cuda.Event]]] = {}
-
-    def to_host(self, there: torch.Tensor) -> Callable[[], NDArray[np.int32]]:
-        """Enqueue the copy of an int32 tensor on the current stream.
+    def submitted(self) -> Callable[[], NDArray[np.int32]]:
+        """Say that the work was enqueued.
 
         Returns:
-            Waits for it and gives the values; called once.
+            Waits for it and gives what it stored; to be called before the run after the next.
         """
-        free = self._free.setdefault(there.shape, [])
-        if not free:
-            memory = torch.empty(there.shape, dtype=torch.int32, pin_memory=True)
-            free.append((memory, _event()))
-        memory, done = free.pop()
-        memory.copy_(there, non_blocking=True)
-        done.record()
+        slot = self._slots[self._turn]
+        run = slot.num_runs
+        slot.done.record()
+        slot.is_running = True
+        self._turn ^= 1
+        self._is_filled = False
 
-        def values() -> NDArray[np.int32]:
-            done.synchronize()
-            copied: NDArray[np.int32] = memory.numpy().copy()
-            free.append((memory, done))
-            return copied
+        def result() -> NDArray[np.int32]:
+            if slot.num_runs != run:
+                raise InvariantError("the result of a step was overwritten before it was read")
+            slot.done.synchronize()
+            slot.is_running = False
+            return slot.result.copy()
 
-        return values
+        return result
+
+    def start_over(self) -> None:
+        """Forget a run that was filled for; the GPU must be done with all that was enqueued."""
+        self._turn_there.fill_(self._turn)
+        self._is_filled = False
+
+    # ---- on the GPU, within the work
+
+    def load(self) -> None:
+        """Enqueue that `tensors` are the run's inputs, and that the turn passes on."""
+        torch.index_select(self._inputs_there, 0, self._turn_there, out=self._loaded)
+        self._turn_there.bitwise_xor_(1)
+
+    def store(self, result: torch.Tensor) -> None:
+        """Enqueue the run's result."""
+        self._results_there.index_copy_(0, self._number, result[None])
 
 
-class _Host:
-    """Pinned memory laid out as the arena."""
+class _Slot:
+    """The host's view of one half, and how far the run is that last took it."""
 
-    def __init__(self, num_bytes: int, places: Mapping[str, slice], fields: Fields) -> None:
-        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=True)
-        views = _views(self.memory, places, fields)
-        self.arrays = {name: view.numpy() for name, view in views.items()}
-        self.transferred = _event()
+    def __init__(self, inputs: Mapping[str, torch.Tensor], result: NDArray[np.int32]) -> None:
+        self.arrays = {name: view.numpy() for name, view in inputs.items()}
+        self.result = result
+        self.num_runs = 0
+        self.is_running = False
+        self.done = _event()
 
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _aligned(num_bytes: int, alignment: int) -> int:
+    return -(-num_bytes // alignment) * alignment
 
 
 def _views(

@@ -105,7 +105,7 @@ class Executor(ABC):
 
         Args:
             mode: see `EngineConfig.cuda_graphs`.
-            max_rows: rows of the largest step.
+            max_rows: rows of the largest step that may be one, at most 8192.
 
         Raises:
             EngineError: there is no memory for them; has the numbers.

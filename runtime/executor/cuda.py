@@ -3,12 +3,12 @@
 Owns the KV pool in device memory, the transfers of a step and which way it runs; leaves
 the order of a step to `Executor`, phases to `TorchExecutor` and graphs to `StepGraphs`. Invariant:
 everything runs on torch's current stream, and nothing waits for the GPU but the sampler's result
-and pinned memory that a transfer still reads.
+and host memory that a step still reads.
 
 A step whose rows all run the same loops is one graph from the table updates to the sampled
 tokens; where requests read their logits it leaves those too, and the host finishes their rows.
 Other small steps are chained graphs, one for the prelude and one for each loop, with plane copies
-and exits between them. Steps of more rows than `padding.MAX_GRAPH_ROWS` are launched kernel by
+and exits between them. Steps of more rows than `EngineConfig.max_graph_rows` are launched kernel by
 kernel.
 """
 

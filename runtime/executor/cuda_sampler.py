@@ -125,5 +125,5 @@ class CudaSampler(Sampler):
         if not len(logits):
             return np.zeros(0, np.int32), np.zeros(0, np.int32)
         columns = self._staging.stage(self.columns(plan, len(logits)))
-        tokens, failed = torch.stack(launch.sample(logits, **columns)).cpu().numpy()
+        tokens, failed = launch.sample(logits, **columns).cpu().numpy()
         return tokens, failed

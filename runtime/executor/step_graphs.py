@@ -20,16 +20,17 @@ from looptrt.kv_layout import PlaneLayout
 from looptrt.models.blocks import LoopedModel
 from looptrt.plugins import launch
 from looptrt.runtime.batch import LoopRows
-from looptrt.runtime.executor.arena import Arena, Transfers
+from looptrt.runtime.executor.arena import Arena
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import COLUMNS, CudaSampler
 from looptrt.runtime.executor.graph_cache import MAX_GRAPHS, GraphCache
 from looptrt.runtime.padding import (
-    MAX_GRAPH_ROWS,
+    LOOP_SIZES,
     StepShape,
     filled,
     filled_rows,
     filled_step,
+    graph_rows,
     size_for,
     step_shape,
     usual_shapes,
@@ -54,7 +55,7 @@ class StepGraphs:
         kv: `block_table` [slots, num_rows, pages], `kv_pool` [2].
         null_slot: row of the block table that holds null units only.
         sampler: of the executor.
-        max_rows: rows of the largest step.
+        max_rows: rows of the largest step that is a graph.
         logits_dtype: of the coda.
         whole_steps: whether a step may be one graph; False captures loops alone.
     """
@@ -75,7 +76,7 @@ class StepGraphs:
         self._model, self._layout, self._kv, self._sampler = model, layout, dict(kv), sampler
         self._null_slot, self._whole_steps = null_slot, whole_steps
         self._device = table.device
-        self._max_rows = min(MAX_GRAPH_ROWS, size_for(max_rows) or MAX_GRAPH_ROWS)
+        self._max_rows = graph_rows(max_rows)
         self.cache = GraphCache(self._device)
         planes = range(layout.num_planes)
         self._planes = [
@@ -89,8 +90,6 @@ class StepGraphs:
         self._injection = torch.zeros_like(self._state) if model.spec.adapter else None
         self._arenas: dict[StepShape, Arena] = {}
         self._loop_arenas: dict[tuple[int, int], Arena] = {}
-        self._results: dict[StepShape, torch.Tensor] = {}
-        self._transfers = Transfers()
         # By slot, so that a step can run before the host has seen the tokens of the one before.
         self._newest = torch.zeros(null_slot + 1, dtype=torch.int32, device=self._device)
         # Of whole steps with a request that reads them; by row, then token.
@@ -107,7 +106,7 @@ class StepGraphs:
             return None
         if (plan.depths != plan.depths[0]).any() or not self._sampler.fits(plan):
             return None
-        shape = self._within_limit(step_shape(plan, shrinks=False))
+        shape = self._within_limit(plan, shrinks=False)
         if shape is None or self._sampler.serves(plan) or shape.samples <= len(self._logits):
             return shape
         return None
@@ -130,10 +129,10 @@ class StepGraphs:
             shape: from `whole_shape`.
             updates: applied at the step's start; None where that is done.
         """
-        self._fill(plan, shape, updates)
+        arena = self._fill(plan, shape, updates)
         is_read, count = not self._sampler.serves(plan), len(plan.logit_rows)
         self.cache.run(*self._whole(shape, plan.num_loops, is_read))
-        wait = self._transfers.to_host(self._results[shape])
+        wait = arena.submitted()
 
         def result() -> StepResult:
             tokens, failed = wait()[:, :count]
@@ -149,16 +148,19 @@ class StepGraphs:
             return
         begin = time.monotonic()
         num_loops = min(self._model.spec.num_loops, self._layout.max_loops)
-        for shape in usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]:
+        # The largest first: smaller ones find room in its memory, and are kept longer.
+        for shape in reversed(usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]):
             self._fill(_EMPTY, shape, None)
             key, work = self._whole(shape, num_loops, False)
             self.cache.capture(key, work)
         torch.cuda.synchronize(self._device)
+        for arena in self._arenas.values():
+            arena.start_over()
         count = self.cache.counters.captures
         _logger.info("%d CUDA graphs captured in %.1f s", count, time.monotonic() - begin)
 
-    def _fill(self, plan: StepPlan, shape: StepShape, updates: TableUpdates | None) -> None:
-        """Enqueue the transfer of a step's inputs."""
+    def _fill(self, plan: StepPlan, shape: StepShape, updates: TableUpdates | None) -> Arena:
+        """Hand a step's inputs to the graph that loads them."""
         size = shape.samples
         slots = np.full(size, self._null_slot, np.int32)  # null units again where there are none
         pages, units = np.zeros(size, np.int32), np.zeros((size, self._layout.num_rows), np.int32)
@@ -166,7 +168,8 @@ class StepGraphs:
             count = len(updates.slots)
             slots[:count], pages[:count] = updates.slots, updates.pages
             units[:count] = updates.units
-        self._arena(shape).fill(
+        arena = self._arena(shape)
+        arena.fill(
             {
                 **filled_step(plan, shape, self._null_slot),
                 **_as_sampled(self._sampler.columns(plan, size)),
@@ -176,6 +179,7 @@ class StepGraphs:
                 "units": units,
             }
         )
+        return arena
 
     def _whole(
         self, shape: StepShape, num_loops: int, is_read: bool
@@ -186,7 +190,9 @@ class StepGraphs:
     @torch.inference_mode()
     def _run_whole(self, shape: StepShape, num_loops: int, is_read: bool) -> None:
         """Table updates, prelude, loops, coda and sampler; logits that are read are kept."""
-        tensors = self._arena(shape).tensors
+        arena = self._arena(shape)
+        arena.load()
+        tensors = arena.tensors
         table = self._kv["block_table"]
         launch.update_tables(table, *(tensors[name] for name in ("slots", "pages", "units")))
         inputs = {**tensors, **self._kv, "plane": self._planes[0]}
@@ -204,31 +210,33 @@ class StepGraphs:
         columns = {name: tensors[f"sampled_{name}"] for name in COLUMNS}
         chosen = launch.sample(logits, **columns)
         self._newest.index_copy_(0, tensors["sample_slots"], chosen[0])
-        torch.stack(chosen, out=self._results[shape])
+        arena.store(chosen)
 
     # ---- preludes and loops
 
     def part_shape(self, plan: StepPlan) -> StepShape | None:
         """The shape of a step that runs as several graphs; None if it is too large."""
-        return self._within_limit(step_shape(plan, shrinks=True))
+        return self._within_limit(plan, shrinks=True)
 
     def step_tensors(self, plan: StepPlan, shape: StepShape) -> Tensors:
-        """Inputs of the step's prelude, on their way to the GPU."""
-        self._fill(plan, shape, None)
-        return self._arena(shape).tensors
+        """Inputs of the step's prelude, which its graph loads."""
+        return self._fill(plan, shape, None).tensors
 
     def run_prelude(self, shape: StepShape) -> Tensors:
         """Run the prelude on `step_tensors`; [rows, hidden] state and injection, ours."""
         self.cache.run(("prelude", shape), partial(self._run_prelude, shape))
+        self._arena(shape).submitted()
         return self._carried(shape)
 
     def loop_tensors(self, rows: LoopRows, shape: StepShape) -> Tensors:
-        """Inputs of one loop of a step of that shape, on their way to the GPU."""
-        count = size_for(len(rows.rows))
+        """Inputs of the next loops of a step of that shape, on their way to the GPU."""
+        count = size_for(len(rows.rows), LOOP_SIZES)
         assert count is not None
         loop_shape = StepShape(count, shape.seqs, 0)
         arena = self._loop_arena(loop_shape)
         arena.fill(filled_rows(rows, loop_shape, self._max_rows))
+        arena.load()  # not in the loop's graph, which runs once for each loop with these rows
+        arena.submitted()
         return arena.tensors
 
     def run_loop(self, count: int, shape: StepShape, plane: torch.Tensor) -> torch.Tensor:
@@ -239,7 +247,9 @@ class StepGraphs:
 
     @torch.inference_mode()
     def _run_prelude(self, shape: StepShape) -> None:
-        inputs = {**self._arena(shape).tensors, **self._kv, "plane": self._planes[0]}
+        arena = self._arena(shape)
+        arena.load()
+        inputs = {**arena.tensors, **self._kv, "plane": self._planes[0]}
         carried = self._model.prelude.run(inputs)
         self._state[: shape.rows].copy_(carried["state"])
         if self._injection is not None:
@@ -263,11 +273,12 @@ class StepGraphs:
 
     # ---- memory
 
-    def _within_limit(self, shape: StepShape | None) -> StepShape | None:
+    def _within_limit(self, plan: StepPlan, *, shrinks: bool) -> StepShape | None:
+        shape = step_shape(plan, shrinks=shrinks, max_slots=self._null_slot)
         return shape if shape is not None and shape.rows <= self._max_rows else None
 
     def _arena(self, shape: StepShape) -> Arena:
-        """A step's inputs; the memory of its result is made with it."""
+        """A step's inputs, and the tokens of one that is a single graph."""
         if shape not in self._arenas:
             rows, seqs, samples = shape
             int32, num_rows = torch.int32, self._layout.num_rows
@@ -286,9 +297,9 @@ class StepGraphs:
                     "units": (int32, (samples, num_rows)),
                     **columns,
                 },
+                (2, samples),
                 self._device,
             )
-            self._results[shape] = torch.zeros(2, samples, dtype=int32, device=self._device)
         return self._arenas[shape]
 
     def _loop_arena(self, shape: StepShape) -> Arena:
@@ -299,7 +310,7 @@ class StepGraphs:
                 "positions": (torch.int32, (shape.rows,)),
                 "cu_seqlens": (torch.int32, (shape.seqs + 1,)),
             }
-            self._loop_arenas[key] = Arena(fields, self._device)
+            self._loop_arenas[key] = Arena(fields, (0,), self._device)
         return self._loop_arenas[key]
 
     def close(self) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from lookup_task import held_out
+from looptrt.bench.offline import OfflineEngine
 from looptrt.builder.build import BuildConfig, build
 from looptrt.cli import main
+from looptrt.loop_spec import NoiseMode
 from tests.support.checkpoints import tiny_huginn
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -212,6 +214,59 @@ def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) 
         *("plane units", "prefix cache", "shallow prompt"),
     ]
     assert lines[7:] == ["", "Not compared, for want of a GPU: CUDA graphs."]
+
+
+def test_ladder_compares_noise_with_what_it_replaces(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R2: other numbers, so other answers now and then; quality is asked over many draws."""
+    huginn, questions = tmp_path / "huginn", tmp_path / "questions.jsonl"
+    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 128}
+    build(BuildConfig(EXAMPLES / "tiny-huginn", huginn, tokens_per_block=8, **limits))
+    samples = [{"prompt": s.prompt, "answer": s.answer} for s in islice(held_out(), 6)]
+    questions.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    asked: dict[str, list[int | None]] = {}
+    answer = OfflineEngine.answer
+
+    def watched(self: OfflineEngine, prompts: Any, params: Any, deadline_s: float) -> Any:
+        seeds = [one.noise_seed for one in params]
+        asked.setdefault(self.manifest.noise_mode, []).extend(seeds)
+        return answer(self, prompts, params, deadline_s)
+
+    monkeypatch.setattr(OfflineEngine, "answer", watched)
+    lengths = ("--concurrency", "2", "--prompt-tokens", "24", "--output-tokens", "8")
+    quality = ("--questions", str(questions), "--answer-tokens", "7")
+    changes = ("--change", "position-keyed noise", "--speculative-loops", "2")
+    result = bench("ladder", *lengths, *quality, *changes, engine_dir=huginn)
+    row = result["arms"]["position-keyed noise"]
+    assert (row["rung"], row["is_default"], row["with"]["config"]) == ("R2", True, {})
+    assert row["without"]["config"]["noise"] == "sequential"
+    assert (result["config"]["speculative_loops"], result["needs_noise"]) == (2, [])
+    (cell,) = row["cells"]
+    assert cell["total"] == cell["requests"] == 4
+    assert row["quality"]["num_samples"] == 6
+    # Two runs of two requests, then a seed for each sample, the same with and without.
+    assert asked == dict.fromkeys(NoiseMode, [None] * 4 + [*range(6)])
+
+
+@pytest.mark.parametrize("how", ["no random state", "sequential"])
+def test_a_ladder_leaves_noise_out_where_there_is_nothing_to_switch(
+    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    noise = ("--change", "position-keyed noise")
+    more: dict[str, Any] = {}
+    if how == "sequential":
+        build(BuildConfig(tiny_huginn(tmp_path / "c"), tmp_path / "e", noise=NoiseMode.SEQUENTIAL))
+        more = {"engine_dir": tmp_path / "e"}
+    lengths = ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
+    bench("ladder", *lengths, *noise, code=2, **more)
+    error = capsys.readouterr().err
+    assert "position-keyed noise: there is nothing to compare" in error
+    result = bench("ladder", *lengths, *noise, "--change", "packed prefill", **more)
+    assert [*result["arms"]] == ["packed prefill"]
+    assert (result["needs_gpu"], result["needs_noise"]) == ([], ["position-keyed noise"])
+    note = "Not compared, for want of position-keyed noise that can be switched off"
+    assert note in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_an_r0_change_with_other_answers_is_named_and_the_exit_code(

@@ -6,15 +6,25 @@ import json
 from pathlib import Path
 
 import data_movement
+import graph_rows
 import plain_looped
 import pytest
 import report
 import serving
 import torch
 
+from looptrt.builder.build import BuildConfig, build
+from looptrt.errors import LooptrtError
+from tests.support.checkpoints import tiny_ouro
+from tests.support.graphs_on_cpu import use_graphs_on_cpu
+
 
 def copy(name: str, num_bytes: int) -> dict:
     return {"cat": "gpu_memcpy", "name": name, "args": {"bytes": num_bytes}}
+
+
+def call(name: str, at_us: float, kind: str = "cuda_runtime") -> dict:
+    return {"cat": kind, "name": name, "ts": at_us, "dur": 0.5}
 
 
 def test_a_trace_is_counted_by_kind() -> None:
@@ -23,12 +33,17 @@ def test_a_trace_is_counted_by_kind() -> None:
         copy("Memcpy HtoD (Pinned -> Device)", 30),
         copy("Memcpy DtoH (Device -> Pinned)", 8),
         {"cat": "kernel", "name": "void at::native::direct_copy_kernel_cuda(float)"},
+        {"cat": "kernel", "name": "void at::native::indexSelectSmallIndex<long>(long)"},
         {"cat": "kernel", "name": "nvjet_tst_64x8"},
-        {"cat": "cuda_runtime", "name": "cudaStreamSynchronize"},
-        {"cat": "cuda_runtime", "name": "cudaMemcpyAsync"},
-        {"cat": "cuda_runtime", "name": "cudaLaunchKernelExC"},
-        {"cat": "cuda_driver", "name": "cuLaunchKernel"},
-        {"cat": "cuda_runtime", "name": "cudaGraphLaunch"},
+        {"cat": "user_annotation", "name": data_movement.WINDOW, "ts": 10.0, "dur": 5.0},
+        call("cudaStreamSynchronize", 11),
+        call("cudaMemcpyAsync", 12),
+        call("cudaLaunchKernelExC", 12.5),
+        call("cuLaunchKernel", 13, "cuda_driver"),
+        call("cudaGraphLaunch", 14),
+        call("cudaEventRecordWithFlags", 15),
+        call("cudaGraphLaunch", 9.9),
+        call("cudaDeviceSynchronize", 15.1),
         {"cat": "cpu_op", "name": "aten::copy_"},
     ]
     assert data_movement.counted(events) == {
@@ -37,11 +52,53 @@ def test_a_trace_is_counted_by_kind() -> None:
         "DtoH": 1,
         "DtoH_bytes": 8,
         "pageable": 1,
-        "kernels": 2,
-        "copy_kernels": 1,
+        "kernels": 3,
+        "copy_kernels": 2,
         "waits": 1,
         "launches": 3,
+        "records": 1,
     }
+
+
+def cell(rows: int, graph_ms: float, launched_ms: float) -> dict:
+    return {"rows": rows, "graph_ms": graph_ms, "launched_ms": launched_ms, "host_ms": 50.0}
+
+
+def test_graphs_are_worth_it_below_the_size_from_which_no_launched_step_is_slower() -> None:
+    slower, near, equal = cell(512, 14, 55), cell(1024, 30.0, 30.7), cell(2048, 60.0, 61.1)
+    assert graph_rows.threshold([slower, near, equal]) == 2048
+    assert graph_rows.threshold([equal, cell(4096, 120.0, 90.0), near]) == 2048
+    assert graph_rows.threshold([cell(256, 9, 9), slower, equal]) == 2048, "one that was equal"
+    assert graph_rows.threshold([equal, cell(4096, 100, 103)]) is None
+    assert graph_rows.threshold([equal]) == 2048
+    result = {"cells": [near, equal], "threshold_rows": 2048}
+    lines = graph_rows.table(result).splitlines()
+    assert lines[2:4] == [
+        "| 1,024 | 30.00 | 30.70 | 50.00 | 1.023 |",
+        "| 2,048 | 60.00 | 61.10 | 50.00 | 1.018 |",
+    ]
+    assert lines[-1] == "Graphs gained at most 2 % from 2,048 rows on."
+    assert "faster at the largest" in graph_rows.table({**result, "threshold_rows": None})
+
+
+def test_steps_of_prompts_are_timed_as_graphs_and_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for a GPU: the requests, the arms and the figures, no times."""
+    use_graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr(graph_rows, "PROMPT_TOKENS", 50)
+    limits = {"max_batch_size": 4, "max_num_tokens": 192, "max_seq_len": 64}
+    build(BuildConfig(tiny_ouro(tmp_path / "c"), tmp_path / "e", tokens_per_block=8, **limits))
+    result = graph_rows.measure(tmp_path / "e", (64, 128, 256), "abc", 0.0, device="cpu")
+    assert [cell["rows"] for cell in result["cells"]] == [64, 128]  # 256 are beyond the limit
+    for cell in result["cells"]:
+        assert [len(times) for times in cell["repeats"].values()] == [2, 2]
+        assert 0 < cell["host_ms"] < cell["launched_ms"]
+    assert result["machine"]["commit"] == "abc"
+    with pytest.raises(LooptrtError, match="at most 192 rows"):
+        graph_rows.measure(tmp_path / "e", (256,), "abc", 0.0, device="cpu")
+    with pytest.raises(LooptrtError, match="a step of 64 rows: expected one graph, ran launched"):
+        graph_rows.measure(tmp_path / "e", (64,), "abc", 0.0, device="cpu", cuda_graphs="loop")
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

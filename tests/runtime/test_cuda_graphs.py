@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import data_movement
 import numpy as np
 import pytest
 
@@ -109,3 +110,16 @@ def test_old_graphs_make_room_and_answers_stay(
     got, stats = answers(engine_dir, tmp_path, requests_of(4, False), 1, cuda_graphs="loop")
     assert got == expected
     assert stats["graph_evictions"] > 0
+
+
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_a_decode_step_is_one_launch_and_one_event_without_copies(
+    engine_of: Build, model: str, tmp_path: Path
+) -> None:
+    engine_dir, _ = engine_of(model)
+    core = EngineCore(engine_dir, EngineConfig(**CONFIG, cache_dir=str(tmp_path)))
+    steps = 12
+    totals = data_movement.profiled(core, 3, steps, 16)["totals"]
+    core.close()
+    assert totals.get("HtoD", 0) == totals.get("DtoH", 0) == 0
+    assert totals["launches"] == totals["records"] == totals["waits"] == steps

@@ -89,8 +89,8 @@ def test_other_shares_are_refused(share: object) -> None:
 def test_a_gpus_pool_is_the_share_of_what_weights_and_a_step_leave(engine_dir: Path) -> None:
     manifest = Manifest.load(engine_dir)
     unit = manifest.layout.unit_bytes
-    taken = manifest.files[WEIGHTS_NAME][1] + step_bytes(manifest, manifest.limits)
     config = EngineConfig(kv_cache_free_gpu_memory_fraction=0.5)
+    taken = manifest.files[WEIGHTS_NAME][1] + step_bytes(manifest, config, manifest.limits)
     free = taken + 1000 * unit
     assert pool_units(manifest, config, manifest.limits, free) == 500
     exact = replace(config, kv_cache_bytes=1000 * unit)
@@ -102,7 +102,7 @@ def test_a_gpu_with_too_little_memory_is_refused_with_the_numbers(
     engine_dir: Path, config: EngineConfig
 ) -> None:
     manifest = Manifest.load(engine_dir)
-    taken = manifest.files[WEIGHTS_NAME][1] + step_bytes(manifest, manifest.limits)
+    taken = manifest.files[WEIGHTS_NAME][1] + step_bytes(manifest, config, manifest.limits)
     for left in (manifest.layout.unit_bytes, 0):
         message = f"of {taken + left} free bytes on the GPU, .* leaves {left} bytes"
         with pytest.raises(EngineError, match=message):

@@ -26,6 +26,7 @@ OTHER_VALUES: dict[str, Any] = {
     "look_ahead": False,
     "joined_projections": "never",
     "skinny_linear_rows": 8,
+    "noise": "sequential",
     "cache_dir": "there",
     "start_timeout_s": 7.5,
     "step_timeout_s": 8.5,

@@ -26,7 +26,7 @@ from looptrt.runtime import engine_core, product_checks
 from looptrt.runtime.config import MAX_SKINNY_ROWS, EngineConfig
 from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.executor.step_graphs import StepGraphs
-from looptrt.runtime.padding import MAX_GRAPH_ROWS, usual_shapes
+from looptrt.runtime.padding import graph_rows, usual_shapes
 from looptrt.runtime.product_checks import act_on, check_asked, row_counts, settle_products
 from tests.e2e.test_engine_oracle import Build, assert_all, engine_of, prompt_of
 from tests.plugins.pools import assert_bitwise
@@ -249,7 +249,9 @@ def test_a_verdict_that_is_recalled_takes_the_same_product_apart(tmp_path: Path)
     assert act_on(cache.load() or [], [1]) == [QKV]
 
 
-@pytest.mark.parametrize(("largest", "most"), [(512, 512), (500, 512), (5, 8), (3000, 3000)])
+@pytest.mark.parametrize(
+    ("largest", "most"), [(512, 512), (500, 512), (5, 16), (3000, 3072), (9000, 9000)]
+)
 def test_compared_row_counts_are_those_of_all_graphs_and_of_the_largest_step(
     engine_of: Build, largest: int, most: int
 ) -> None:
@@ -258,8 +260,8 @@ def test_compared_row_counts_are_those_of_all_graphs_and_of_the_largest_step(
     counts = row_counts(dataclasses.replace(manifest, limits=limits))
     assert counts[0] == 1
     assert max(counts) == most
-    graphs = {shape.rows for shape in usual_shapes(128, min(most, MAX_GRAPH_ROWS))}
-    assert {largest, *(rows for rows in graphs if rows <= most)} <= {*counts}
+    graphs = {shape.rows for shape in usual_shapes(128, graph_rows(largest))}
+    assert {largest, *graphs} <= {*counts}
     assert len({*counts}) == len(counts)
 
 

@@ -1,6 +1,6 @@
 """Steps as graphs without a GPU: the product's sizes, filling rows, arenas and look-ahead.
 
-Owns stand-ins for what only CUDA has: capture, pinned memory, events, the sampling kernel. A
+Owns stand-ins for what only CUDA has: capture, mapped memory, events, the sampling kernel. A
 graph is its work, done anew at each replay. What stays untested is what runs on a GPU.
 """
 
@@ -15,7 +15,7 @@ import torch
 
 from looptrt.plugins import launch, reference
 from looptrt.runtime import engine_core
-from looptrt.runtime.executor import step_graphs
+from looptrt.runtime.executor import arena, step_graphs
 from looptrt.runtime.executor.cuda import CudaExecutor
 from looptrt.runtime.executor.graph_cache import GraphCounters
 from looptrt.runtime.executor.torch import TorchExecutor
@@ -50,27 +50,37 @@ class _Cache:
         self._known.clear()
 
 
-class _Arena:
-    """An arena in host memory, strict about what it is filled with."""
+class HostMemory:
+    """Memory of the host alone, where mapped memory is of the GPU too."""
 
-    def __init__(
-        self, fields: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
-    ) -> None:
-        self.tensors = {
-            name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in fields.items()
-        }
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8)
+
+    def array(self) -> np.ndarray:
+        return self._memory.numpy()
+
+    def tensor(self) -> torch.Tensor:
+        return self._memory
+
+
+class _Event:
+    """Of a GPU that is done with everything at once."""
+
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _Arena(arena.Arena):
+    """Strict about what it is filled with."""
 
     def fill(self, arrays: Mapping[str, np.ndarray]) -> None:
         assert arrays.keys() == self.tensors.keys()
         for name, array in arrays.items():
             assert array.shape == self.tensors[name].shape, name
-            self.tensors[name].copy_(torch.from_numpy(np.ascontiguousarray(array)))
-
-
-class _Transfers:
-    def to_host(self, there: torch.Tensor) -> Callable[[], np.ndarray]:
-        values = there.numpy().copy()
-        return lambda: values
+        super().fill(arrays)
 
 
 def sample(
@@ -81,7 +91,7 @@ def sample(
     min_ps: torch.Tensor,
     seeds: torch.Tensor,
     positions: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """See `launch.sample`."""
     failed = ~logits.isfinite().all(dim=-1)
     scores = logits.masked_fill(failed[:, None], 0.0)
@@ -95,7 +105,7 @@ def sample(
         chosen = draw(scores[drawn].double(), params, uniforms)
         tokens[drawn] = torch.from_numpy(chosen).long()
     tokens[failed] = 0
-    return tokens.int(), failed.int()
+    return torch.stack((tokens.int(), failed.int()))
 
 
 def use_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +114,8 @@ def use_graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (engine_core, "TorchExecutor", GraphsOnCpu),
         (step_graphs, "GraphCache", _Cache),
         (step_graphs, "Arena", _Arena),
-        (step_graphs, "Transfers", _Transfers),
+        (arena, "MappedMemory", HostMemory),
+        (arena, "_event", _Event),
         (launch, "sample", sample),
         (launch, "update_tables", reference.update_tables),
         (torch.cuda, "synchronize", lambda device=None: None),

@@ -1,0 +1,122 @@
+"""`max_graph_rows`: which steps are graphs, and what engines with large graphs answer.
+
+Without a GPU all is the product's but for the stand-ins of `graphs_on_cpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from looptrt.builder.build import BuildConfig, build
+from looptrt.errors import EngineError
+from looptrt.manifest import Manifest
+from looptrt.runtime.config import MAX_GRAPH_ROWS, EngineConfig
+from looptrt.runtime.engine_core import EngineCore
+from looptrt.runtime.executor.step_graphs import StepGraphs
+from looptrt.runtime.padding import StepShape, usual_shapes
+from looptrt.runtime.pool_size import step_bytes
+from tests.e2e.test_engine_oracle import MAKERS, prompt_of
+from tests.support.graphs_on_cpu import use_graphs_on_cpu
+from tests.support.watched import LOOPS, Ask, Engine
+
+# 1,260 rows in one step; as few filling rows as max_seq_len bears on the CPU.
+PROMPTS = [prompt_of(105, index) for index in range(12)]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cpu":
+        use_graphs_on_cpu(monkeypatch)
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engine_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("graph_rows")
+
+    def get(model: str) -> Path:
+        if not (root / model).exists():
+            MAKERS[model](root / f"{model}.c")
+            limits = {"tokens_per_block": 8, "max_batch_size": 12, "max_num_tokens": 2048}
+            build(BuildConfig(root / f"{model}.c", root / model, **limits))
+        return root / model
+
+    return get
+
+
+def answers(engine_dir: Path, asks: list[Ask], **config: object) -> tuple[list, dict]:
+    """Tokens of every request, and the engine's figures at the end."""
+    settings = {"kv_cache_bytes": 2**24, "cache_dir": str(engine_dir.parent / "cache"), **config}
+    engine = Engine(engine_dir, **settings)
+    tokens = engine.run(asks)
+    stats = engine.core.stats()
+    engine.core.close()
+    return tokens, stats
+
+
+@pytest.mark.parametrize(
+    ("model", "prefill_loops"),
+    [
+        pytest.param("ouro", LOOPS, id="ouro_whole"),
+        pytest.param("huginn", 2, id="huginn_parts"),
+        pytest.param("huginn", LOOPS, id="huginn_whole", marks=pytest.mark.full),
+        pytest.param("ouro", 2, id="ouro_parts", marks=pytest.mark.full),
+    ],
+)
+def test_steps_up_to_the_limit_are_graphs_and_answers_stay(
+    engine_dir_of: Callable[[str], Path], device: str, model: str, prefill_loops: int
+) -> None:
+    """Fails where a loop of many rows has no size, or filling rows touch others."""
+    asks = [Ask(prompt, 3, prefill_loops=prefill_loops) for prompt in PROMPTS]
+    expected, _ = answers(engine_dir_of(model), asks, device=device, cuda_graphs="off")
+    for max_graph_rows, is_graph in ((2048, True), (1260, True), (1024, False)):
+        settings = {"device": device, "max_graph_rows": max_graph_rows}
+        tokens, stats = answers(engine_dir_of(model), asks, **settings)
+        assert tokens == expected, max_graph_rows
+        assert stats["graph_hits"] > 0
+        if device == "cpu":  # on a GPU parts run without a graph the first time
+            assert (stats["graph_eager_steps"] == 0) is is_graph
+
+
+def test_the_largest_graphs_are_captured_first_and_the_steps_of_most_use_last(
+    engine_dir_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Smaller ones then lie in the largest one's memory, and the cache gives them up later."""
+    use_graphs_on_cpu(monkeypatch)
+    captured: list[StepShape] = []
+    whole = StepGraphs._whole
+
+    def noting(self: StepGraphs, shape: StepShape, num_loops: int, is_read: bool) -> Any:
+        captured.append(shape)
+        return whole(self, shape, num_loops, is_read)
+
+    monkeypatch.setattr(StepGraphs, "_whole", noting)
+    config = EngineConfig(device="cpu", kv_cache_bytes=2**24, max_graph_rows=1500)
+    EngineCore(engine_dir_of("ouro"), config).close()
+    assert captured == usual_shapes(12, 1536)[::-1]
+    assert (captured[0].rows, captured[-1]) == (1536, StepShape(1, 1, 1))
+
+
+@pytest.mark.parametrize("rows", [0, -1, MAX_GRAPH_ROWS + 1, True, "1024", 1024.0, None])
+def test_other_numbers_of_rows_are_refused(rows: object) -> None:
+    with pytest.raises(EngineError, match="max_graph_rows: expected an integer from 1 to 8192"):
+        EngineConfig(max_graph_rows=rows)  # type: ignore[arg-type]
+
+
+def test_the_memory_of_graphs_is_reckoned_by_their_largest_size(
+    engine_dir_of: Callable[[str], Path],
+) -> None:
+    manifest = Manifest.load(engine_dir_of("ouro"))
+
+    def taken(rows: int) -> int:
+        return step_bytes(manifest, EngineConfig(max_graph_rows=rows), manifest.limits)
+
+    # Of 2,048 rows a step at most, and no more in a graph.
+    assert taken(MAX_GRAPH_ROWS) == taken(2048) == taken(1600)
+    row_bytes = (taken(2048) - taken(1024)) // 1024
+    assert row_bytes > 0
+    assert taken(1100) - taken(1024) == 256 * row_bytes
