@@ -217,7 +217,8 @@ def skinny_products_of(step: DecodeStep) -> Callable[[], list[Tensor]]:
         (args[0], args[1] if func is torch.ops.aten.linear.default else args[1].t())
         for func, args in mode.calls
     ]
-    return lambda: [launch.skinny_linear(x, weight) for x, weight in operands]
+    products = Products(max_skinny_rows=launch.MAX_SKINNY_ROWS)
+    return lambda: [products.linear(x, weight) for x, weight in operands]
 
 
 @contextlib.contextmanager

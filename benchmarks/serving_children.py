@@ -114,7 +114,10 @@ def plain(shape: str, batch: int, prompt_tokens: int, output_tokens: int) -> dic
 def exact_answers(engine_dir: Path, total: int, fused: bool) -> list[tuple[int, ...]]:
     """Token ids of `total` answers in batches of 32, by the kernels or PyTorch's operators."""
     config = EngineConfig(
-        device="cuda", fused_kernels=fused, kv_cache_free_gpu_memory_fraction=_POOL_SHARE
+        device="cuda",
+        fused_kernels=fused,
+        skinny_linear_rows=0,
+        kv_cache_free_gpu_memory_fraction=_POOL_SHARE,
     )
     engine = OfflineEngine(engine_dir, config)
     params = [SamplingParams(max_tokens=32, ignore_eos=True)] * 32

@@ -74,11 +74,13 @@ class EngineConfig:
             the checkpoint holds them apart. `exact` joins on a GPU what a check at start finds
             equal to the separate products, bit for bit, and everything on a CPU, where nothing
             is checked; `always` joins everything, `never` nothing.
-        skinny_linear_rows: products of up to this many rows, at most 16, run by our own kernel,
-            whose sums are not in cuBLAS's order: bfloat16 and float16 on a GPU, no TensorRT
-            backend. 0 leaves all products to PyTorch.
+        skinny_linear_rows: products of up to this many rows, at most 16, with matrices of up to
+            48 MiB run by our own kernel, whose sums are not in cuBLAS's order: bfloat16 and
+            float16 on a GPU, no TensorRT backend. 0 leaves all products to PyTorch. None is 8
+            where the kernel can run, but 0 with `require_exact`.
         require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
-            does not give them, instead of running that operator op by op.
+            does not give them, instead of running that operator op by op; by default no other
+            kernel runs then.
         cache_dir: where what was learned about this machine's kernels is kept between starts;
             None is `~/.cache/looptrt`.
         num_threads: CPU threads of the engine; None is 1 for models narrower than 512
@@ -112,7 +114,7 @@ class EngineConfig:
     max_graph_rows: int = 1024
     fused_kernels: bool = True
     joined_projections: JoinedProjections = "exact"
-    skinny_linear_rows: int = 0
+    skinny_linear_rows: int | None = None
     require_exact: bool = False
     cache_dir: str | None = None
     num_threads: int | None = None
@@ -132,7 +134,8 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low=1)
         _check_int("max_waiting", self.max_waiting, low=1)
-        _check_int("skinny_linear_rows", self.skinny_linear_rows, low=0, high=MAX_SKINNY_ROWS)
+        if self.skinny_linear_rows is not None:
+            _check_int("skinny_linear_rows", self.skinny_linear_rows, low=0, high=MAX_SKINNY_ROWS)
         _check_int("max_graph_rows", self.max_graph_rows, low=1, high=MAX_GRAPH_ROWS)
         _check_int("max_logprobs", self.max_logprobs, low=0, high=2**18)
         _check_int("noise_seed", self.noise_seed, low=0, high=MAX_SEED)

@@ -26,6 +26,7 @@ from looptrt.runtime.padding import PACKED_SIZES, SIZES, size_for
 
 # Of steps too large for a graph, which have any row count: a sample.
 _SIXTEEN_BITS = ("bfloat16", "float16")
+_ROWS_BY_DEFAULT = 8  # of our own products: more rows gain nothing
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +82,15 @@ def settle_products(manifest: Manifest, config: EngineConfig, device: torch.devi
     elif config.joined_projections == "exact" and device.type == "cuda":
         apart = act_on(_verdicts(manifest, config, device), row_counts(manifest))
         torch.cuda.empty_cache()
-    return Products(config.skinny_linear_rows, frozenset(apart))
+    return Products(skinny_rows(config, manifest.dtype, device), frozenset(apart))
+
+
+def skinny_rows(config: EngineConfig, dtype: str, device: torch.device) -> int:
+    """Rows up to which products of an engine are our own kernel's; see `EngineConfig`."""
+    if config.skinny_linear_rows is not None:
+        return config.skinny_linear_rows
+    runs_here = device.type == "cuda" and dtype in _SIXTEEN_BITS
+    return _ROWS_BY_DEFAULT if runs_here and not config.require_exact else 0
 
 
 def act_on(verdicts: Sequence[Verdict], rows: Sequence[int]) -> list[JoinedProduct]:

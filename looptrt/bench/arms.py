@@ -123,6 +123,7 @@ def predefined(name: str) -> Arm:
     settings = {
         "cuda_graphs": "loop",
         "fused_kernels": False,
+        "skinny_linear_rows": 0,
         "packed_prefill": False,
         "enable_prefix_cache": False,
     }

@@ -168,7 +168,7 @@ CHANGES = (
         "products of few rows",
         Rung.R3,
         "products up to rounding: float32 sums in another order than cuBLAS's",
-        on={"skinny_linear_rows": 8},
+        off={"skinny_linear_rows": 0},
         gpu_only=True,
     ),
     Change(

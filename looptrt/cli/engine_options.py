@@ -36,7 +36,12 @@ _OPTIONS: tuple[tuple[str, Any, str, str], ...] = (
     ("cuda_graphs", str, "HOW", "CUDA graphs: auto, step, loop or off (default: auto)"),
     ("max_graph_rows", int, "N", "rows of the largest step that is a graph (default: 1024)"),
     ("joined_projections", str, "HOW", "q/k/v and gate/up: exact, always, never (default: exact)"),
-    ("skinny_linear_rows", int, "N", "products of so few rows by our own kernel (default: 0)"),
+    (
+        "skinny_linear_rows",
+        int,
+        "N",
+        "products of so few rows by our own kernel (default: 8, on a GPU)",
+    ),
     ("cache_dir", str, "DIR", "what is known of this GPU's kernels (default: ~/.cache/looptrt)"),
     ("num_threads", int, "N", "CPU threads of the engine (default: by the model's width)"),
     ("start_timeout_s", float, "S", "how long loading may take (default: 300)"),

@@ -433,6 +433,7 @@ def on_the_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPat
             # As the graphs: no step filled up to a usual size, every projection joined.
             "cuda_graphs": "off",
             "joined_projections": "always",
+            "skinny_linear_rows": 0,
             "cache_dir": str(tmp_path_factory.getbasetemp() / "verdicts"),
         },
     )

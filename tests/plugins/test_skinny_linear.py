@@ -11,7 +11,7 @@ from torch import Tensor
 
 from looptrt.errors import PluginError
 from looptrt.plugins import launch
-from looptrt.plugins.products import Products
+from looptrt.plugins.products import MAX_SKINNY_BYTES, Products
 from tests.plugins.pools import assert_bitwise
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -130,6 +130,10 @@ def test_the_switch_takes_few_rows_and_leaves_the_rest_to_torch() -> None:
     assert_bitwise(skinny.linear(x, weight), F.linear(x, weight))
     wide = x[:2].float(), weight.float()
     assert_bitwise(skinny.linear(*wide), F.linear(*wide))
+    assert weight.nbytes <= MAX_SKINNY_BYTES
+    large = operands(2, MAX_SKINNY_BYTES // 4096 + 64, 2048, BF16)
+    assert_bitwise(skinny.linear(*large), F.linear(*large))
+    assert not torch.equal(launch.skinny_linear(*large), F.linear(*large))
 
 
 def test_the_switch_has_a_limit_of_rows() -> None:

@@ -27,7 +27,13 @@ from looptrt.runtime.config import MAX_SKINNY_ROWS, EngineConfig
 from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.padding import graph_rows, usual_shapes
-from looptrt.runtime.product_checks import act_on, check_asked, row_counts, settle_products
+from looptrt.runtime.product_checks import (
+    act_on,
+    check_asked,
+    row_counts,
+    settle_products,
+    skinny_rows,
+)
 from tests.e2e.test_engine_oracle import Build, assert_all, engine_of, prompt_of
 from tests.plugins.pools import assert_bitwise
 from tests.support.checkpoints import (
@@ -274,6 +280,7 @@ def test_on_a_gpu_what_is_joined_has_the_bits_of_what_is_apart(
     tiny_ouro(tmp_path / "c", dtype=torch.bfloat16)
     build(BuildConfig(tmp_path / "c", tmp_path / "e", tokens_per_block=8, max_batch_size=8))
     config = {"device": "cuda", "kv_cache_bytes": 2**24, "cache_dir": str(tmp_path / "cache")}
+    config |= {"skinny_linear_rows": 0}  # whose bits do not depend on what is joined
     answers = []
     for how in ("exact", "never"):
         harness = Harness(tmp_path / "e", **config, cuda_graphs="loop", joined_projections=how)
@@ -331,6 +338,24 @@ def test_what_nothing_could_follow_is_refused_by_name(
         check_asked(EngineConfig(**fields), dtype, backend, GPU)
     check_asked(EngineConfig(), dtype, backend, GPU)
     check_asked(EngineConfig(skinny_linear_rows=16), "bfloat16", "pytorch", GPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dtype", "device", "rows"),
+    [
+        ({}, "bfloat16", GPU, 8),
+        ({}, "float16", GPU, 8),
+        ({}, "float32", GPU, 0),
+        ({}, "bfloat16", CPU, 0),
+        ({"require_exact": True}, "bfloat16", GPU, 0),
+        ({"require_exact": True, "skinny_linear_rows": 2}, "bfloat16", GPU, 2),
+        ({"skinny_linear_rows": 0}, "bfloat16", GPU, 0),
+    ],
+)
+def test_by_default_few_rows_are_ours_where_the_kernel_runs(
+    fields: dict[str, Any], dtype: str, device: torch.device, rows: int
+) -> None:
+    assert skinny_rows(EngineConfig(**fields), dtype, device) == rows
 
 
 # ---- products of few rows
@@ -428,7 +453,7 @@ def test_on_a_gpu_rows_of_skinny_products_have_their_bits_whatever_the_batch(
         assert len(one.token_ids) == 12
         assert_bitwise(torch.stack(one.logits), torch.stack(other.logits))
     calls.clear()
-    plain = answered(4, cuda_graphs="off")
+    plain = answered(4, cuda_graphs="off", skinny_linear_rows=0)
     assert not calls
     first, same = (harness.answers[0].logits[0] for harness in (four, plain))
     assert (first - same).abs().max() <= 0.05 * same.abs().max()
