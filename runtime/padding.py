@@ -110,13 +110,16 @@ def _between(low: int, high: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
     return sizes[bisect_left(sizes, low) : bisect_left(sizes, high) + 1]
 
 
-def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, np.ndarray]:
+def filled_step(
+    plan: StepPlan, shape: StepShape, null_slot: int, max_seq_len: int
+) -> dict[str, np.ndarray]:
     """The plan's inputs of all phases, filled up to `shape`.
 
     Args:
         plan: the step.
         shape: at least its size, from `step_shape`.
         null_slot: row of the block table that holds null units only.
+        max_seq_len: tokens of the longest sequence; filling rows have no later position.
 
     Returns:
         input_ids, positions [rows] int32, noise_seeds [rows] int64, cu_seqlens [seqs + 1],
@@ -124,7 +127,7 @@ def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, n
     """
     return {
         "input_ids": filled(plan.input_ids, shape.rows),
-        "positions": _positions(plan.positions, plan.cu_seqlens, shape),
+        "positions": _positions(plan.positions, plan.cu_seqlens, shape, max_seq_len),
         "noise_seeds": filled(plan.noise_seeds, shape.rows),
         "cu_seqlens": _bounds(plan.cu_seqlens, shape),
         "seq_slots": filled(plan.seq_slots, shape.seqs, null_slot),
@@ -132,20 +135,23 @@ def filled_step(plan: StepPlan, shape: StepShape, null_slot: int) -> dict[str, n
     }
 
 
-def filled_rows(rows: LoopRows, shape: StepShape, spare_row: int) -> dict[str, np.ndarray]:
+def filled_rows(
+    rows: LoopRows, shape: StepShape, spare_row: int, max_seq_len: int
+) -> dict[str, np.ndarray]:
     """One loop's rows, filled up to `shape`.
 
     Args:
         rows: the rows that go on.
         shape: as many sequences as the step's shape has.
         spare_row: row of the state that filling rows read and write.
+        max_seq_len: as in `filled_step`.
 
     Returns:
         rows [rows] int64, positions [rows], cu_seqlens [seqs + 1] int32.
     """
     return {
         "rows": filled(rows.rows.astype(np.int64), shape.rows, spare_row),
-        "positions": _positions(rows.positions, rows.cu_seqlens, shape),
+        "positions": _positions(rows.positions, rows.cu_seqlens, shape, max_seq_len),
         "cu_seqlens": _bounds(rows.cu_seqlens, shape),
     }
 
@@ -161,12 +167,14 @@ def _bounds(cu_seqlens: Int32Array, shape: StepShape) -> Int32Array:
     return filled(cu_seqlens, shape.seqs + 1, shape.rows)
 
 
-def _positions(positions: Int32Array, cu_seqlens: Int32Array, shape: StepShape) -> Int32Array:
-    """Positions that increase within the filling sequence."""
+def _positions(
+    positions: Int32Array, cu_seqlens: Int32Array, shape: StepShape, max_seq_len: int
+) -> Int32Array:
+    """Positions that increase within the filling sequence, up to the last that there is."""
     more = shape.rows - len(positions)
     if _fill_is_apart(cu_seqlens, shape):
         return filled(positions, shape.rows)
-    return np.concatenate([positions, np.arange(more, dtype=np.int32)])
+    return np.concatenate([positions, np.minimum(np.arange(more, dtype=np.int32), max_seq_len - 1)])
 
 
 def filled(values: np.ndarray, size: int, value: int = 0) -> np.ndarray:

@@ -82,7 +82,7 @@ class CudaExecutor(TorchExecutor):
         )
         self._cuda_sampler = CudaSampler(max_slots, self._staging, manifest.spec.vocab_size)
         self.sampler = self._cuda_sampler
-        self._max_slots = max_slots
+        self._max_slots, self._max_seq_len = max_slots, max_seq_len
         self._graphs: StepGraphs | None = None
         self._shape: StepShape | None = None  # of the running step, where its parts are graphs
         self._whole_step: StepPlan | None = None  # the newest whose tokens are on the GPU
@@ -109,6 +109,7 @@ class CudaExecutor(TorchExecutor):
                 null_slot=self._max_slots,
                 sampler=self._cuda_sampler,
                 max_rows=max_rows,
+                max_seq_len=self._max_seq_len,
                 logits_dtype=getattr(torch, manifest.logits_dtype),
                 whole_steps=mode != "loop",
             )

@@ -56,6 +56,7 @@ class StepGraphs:
         null_slot: row of the block table that holds null units only.
         sampler: of the executor.
         max_rows: rows of the largest step that is a graph.
+        max_seq_len: tokens of the longest sequence.
         logits_dtype: of the coda.
         whole_steps: whether a step may be one graph; False captures loops alone.
     """
@@ -69,12 +70,14 @@ class StepGraphs:
         null_slot: int,
         sampler: CudaSampler,
         max_rows: int,
+        max_seq_len: int,
         logits_dtype: torch.dtype,
         whole_steps: bool,
     ) -> None:
         table = kv["block_table"]
         self._model, self._layout, self._kv, self._sampler = model, layout, dict(kv), sampler
         self._null_slot, self._whole_steps = null_slot, whole_steps
+        self._max_seq_len = max_seq_len
         self._device = table.device
         self._max_rows = graph_rows(max_rows)
         self.cache = GraphCache(self._device)
@@ -171,7 +174,7 @@ class StepGraphs:
         arena = self._arena(shape)
         arena.fill(
             {
-                **filled_step(plan, shape, self._null_slot),
+                **filled_step(plan, shape, self._null_slot, self._max_seq_len),
                 **_as_sampled(self._sampler.columns(plan, size)),
                 "sample_slots": filled(plan.sample_slots, size, self._null_slot),
                 "slots": slots,
@@ -234,7 +237,7 @@ class StepGraphs:
         assert count is not None
         loop_shape = StepShape(count, shape.seqs, 0)
         arena = self._loop_arena(loop_shape)
-        arena.fill(filled_rows(rows, loop_shape, self._max_rows))
+        arena.fill(filled_rows(rows, loop_shape, self._max_rows, self._max_seq_len))
         arena.load()  # not in the loop's graph, which runs once for each loop with these rows
         arena.submitted()
         return arena.tensors

@@ -101,6 +101,19 @@ def test_tokens_do_not_depend_on_graphs(
         assert stats["graph_hits"] > 0, mode
 
 
+def test_filling_rows_stand_at_positions_that_there_are(engine_of: Build, tmp_path: Path) -> None:
+    """PyTorch's own rope looks positions up, so one past the table ends the process's CUDA."""
+    engine_dir, _ = engine_of("ouro")
+    manifest = EngineCore(engine_dir, EngineConfig(device="cpu")).manifest
+    assert manifest.limits.max_seq_len < manifest.limits.max_num_tokens  # of the largest graph
+    requests = requests_of(4, False)
+    config = {"fused_kernels": False, "max_seq_len": 48}
+    expected, _ = answers(engine_dir, tmp_path, requests, 11, cuda_graphs="off", **config)
+    got, stats = answers(engine_dir, tmp_path, requests, 11, cuda_graphs="step", **config)
+    assert got == expected
+    assert stats["graph_hits"] > 0
+
+
 def test_old_graphs_make_room_and_answers_stay(
     engine_of: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

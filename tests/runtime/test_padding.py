@@ -63,7 +63,9 @@ def test_every_row_that_fills_up_belongs_to_the_null_slot(counts: list[int], shr
     plan = plan_of(counts)
     shape = step_shape(plan, shrinks=shrinks, max_slots=128)
     assert shape is not None
-    arrays = filled_step(plan, shape, NULL_SLOT)
+    longest = int(plan.positions.max()) + 1
+    arrays = filled_step(plan, shape, NULL_SLOT, longest)
+    assert arrays["positions"].max() < longest  # a table of angles may have no more
     assert {len(arrays[name]) for name in ("input_ids", "positions", "noise_seeds")} == {shape.rows}
     assert len(arrays["cu_seqlens"]) == shape.seqs + 1
     assert len(arrays["logit_rows"]) == shape.samples
@@ -81,11 +83,13 @@ def test_rows_of_a_shrunken_loop_keep_their_sequences(counts: list[int], deep: i
     plan = plan_of(counts, [2] * (num_rows - deep) + [4] * deep)
     shape = step_shape(plan, shrinks=True, max_slots=128)
     assert shape is not None
-    slots = filled_step(plan, shape, NULL_SLOT)["seq_slots"]
+    slots = filled_step(plan, shape, NULL_SLOT, 64)["seq_slots"]
     rows = loop_rows(plan, plan.depths, 2)
     size = size_for(len(rows.rows))
     assert size is not None
-    arrays = filled_rows(rows, shape._replace(rows=size), SPARE_ROW)
+    longest = int(plan.positions.max()) + 1
+    arrays = filled_rows(rows, shape._replace(rows=size), SPARE_ROW, longest)
+    assert arrays["positions"].max() < longest
     owners = owner_of_rows(arrays["cu_seqlens"], slots)
     assert len(owners) == size
     every = np.repeat(plan.seq_slots, counts)
