@@ -227,7 +227,7 @@ def _engine_dir(options: argparse.Namespace) -> Path:
         if options.workdir is None:
             sys.exit(f"graph_rows: {options.engine}: name the --workdir of its engine directory")
         options.workdir.mkdir(parents=True, exist_ok=True)
-        return serving.Bench(options.workdir, False, options.commit).engine_dir(options.engine)
+        return serving.Bench(options.workdir, False, 3, options.commit).engine_dir(options.engine)
     return Path(options.engine)
 
 

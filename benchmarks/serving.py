@@ -122,6 +122,7 @@ class Bench:
 
     workdir: Path
     quick: bool
+    repeats: int
     commit: str | None
     build_s: dict[str, float] = field(default_factory=dict)
 
@@ -154,7 +155,7 @@ class Bench:
             self.engine_dir(model),
             EngineConfig(device="cuda", **config),
             others=arms,
-            repeats=1 if self.quick else 3,
+            repeats=self.repeats,
             deadline_s=300.0,
             commit=self.commit,
         )
@@ -414,7 +415,11 @@ def run_row(name: str, bench: Bench) -> dict[str, Any]:
     """A row's JSON; one that fails says why and does not take the others with it."""
     begin_s = time.monotonic()
     print(f"{name}: {ROWS[name].__doc__}", flush=True)
-    entry: dict[str, Any] = {"title": ROWS[name].__doc__, "quick": bench.quick}
+    entry: dict[str, Any] = {
+        "title": ROWS[name].__doc__,
+        "quick": bench.quick,
+        "repeats": bench.repeats,
+    }
     try:
         row = ROWS[name](bench)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other rows go on
@@ -450,6 +455,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="JSON, written after every row")
     parser.add_argument("--only", default=",".join(ROWS), help="rows, comma-separated")
     parser.add_argument("--quick", action="store_true", help="one repeat, fewer cells")
+    parser.add_argument("--repeats", type=int, help="that count (default: 3, with --quick 1)")
     parser.add_argument("--workdir", type=Path, help="keep engine directories here")
     parser.add_argument("--commit", help="recorded where git cannot tell it")
     options = parser.parse_args()
@@ -462,7 +468,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="looptrt-serving-") as folder:
         workdir = options.workdir or Path(folder)
         workdir.mkdir(parents=True, exist_ok=True)
-        bench = Bench(workdir, options.quick, options.commit)
+        repeats = options.repeats or (1 if options.quick else 3)
+        bench = Bench(workdir, options.quick, repeats, options.commit)
         for name in names:
             rows[name] = run_row(name, bench)
             rows[name]["build_s"] = dict(bench.build_s)
