@@ -17,16 +17,8 @@ constexpr int kTileBytes = kTileKeys * TileLayout<kHeadDim>::kRowBytes;
 // What a warp has folded.
 template <int kHeadDim>
 constexpr int kWarpBytes = kRowsAWarp * kHeadDim * int{sizeof(float)};
-// Of a block, as many as shared memory has place for. Where that holds several small blocks, others
-// work while one waits at a barrier: measured faster at 64 channels, slower at more. 12 warps are
-// faster at 96 channels, 8 at 128, 16 at none.
-template <int kHeadDim>
-constexpr int kMaxWarps = kHeadDim == 64   ? 4
-                          : kHeadDim == 96 ? 12
-                                           : 8;
 template <int kHeadDim>
 constexpr int kBlocksAnSm = kHeadDim == 64 ? 3 : 1;
-constexpr int kMinWarps = kTileKeys / 32;  // a thread looks up a key
 
 struct QueryTile {
   int32_t sequence;  // -1: no such tile
@@ -76,8 +68,8 @@ __device__ __forceinline__ QueryTile findTile(AttentionArgs const& args, int row
 
 // 16 rows a warp of a sequence and one query head; keys in tiles of 64, copied one tile ahead.
 // Grid: x query heads, y tiles. The number of warps changes no bits.
-template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim>)
+template <typename T, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
     prefillAttentionKernel(AttentionArgs const args) {
   using Layout = TileLayout<kHeadDim>;
   constexpr int kChunks = Layout::kChunks;
@@ -90,8 +82,8 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   __shared__ uint32_t non_finite[2][2];
   PackedPlaneAttentionParams const& p = args.p;
   int const thread = threadIdx.x;
-  int const num_threads = blockDim.x;
-  int const rows_a_tile = num_threads / 32 * kRowsAWarp;
+  constexpr int kThreads = kWarps * 32;
+  constexpr int kRowsATile = kWarps * kRowsAWarp;
   int const warp = thread / 32;
   int const lane = thread % 32;
   char* const stages = shared;
@@ -101,7 +93,7 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   float4* const totals = reinterpret_cast<float4*>(own_bytes) + lane;
 
   waitForInputs();
-  QueryTile const tile = findTile(args, rows_a_tile, blockIdx.y);
+  QueryTile const tile = findTile(args, kRowsATile, blockIdx.y);
   if (tile.sequence < 0) return;
   int const head = blockIdx.x;
   auto const* const qkv = static_cast<T const*>(p.qkv);
@@ -133,22 +125,32 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   auto const findPlace = [&](int key) {
     return key > last_position ? nullptr : placeOf<T>(args, own, key);
   };
+  constexpr int kItems = kTileKeys * kChunks;
+  constexpr int kCopies = (kItems + kThreads - 1) / kThreads;
+  auto const itemOf = [&](int i) { return thread + i * kThreads; };
+  auto const isItem = [&](int i) { return kItems % kThreads == 0 || itemOf(i) < kItems; };
   auto const copyTile = [&](int index) {
     if (index < num_tiles) {
       uint32_t const keys = sharedAddress(stages) + index % kStages * 2 * kTileBytes<kHeadDim>;
-      for (int item = thread; item < kTileKeys * kChunks; item += num_threads) {
-        int const key = item / kChunks;
-        int const chunk = item - key * kChunks;
-        KeySource const source = sources[index % 2][key];
+      KeySource from[kCopies];  // all asked for before the first is used
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (isItem(i)) from[i] = sources[index % 2][itemOf(i) / kChunks];
+      }
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        if (!isItem(i)) continue;
+        int const key = itemOf(i) / kChunks;
+        int const chunk = itemOf(i) % kChunks;
         uint32_t const to = keys + Layout::byteOffset(key, chunk);
-        copyChunkOrZero(to, source.key, chunk);
-        copyChunkOrZero(to + kTileBytes<kHeadDim>, source.value, chunk);
+        copyChunkOrZero(to, from[i].key, chunk);
+        copyChunkOrZero(to + kTileBytes<kHeadDim>, from[i].value, chunk);
       }
     }
     commitCopies();
   };
   auto const storeTile = [&](int index, char const* key_tile) {
-    for (int item = thread; item < kTileKeys * kChunks; item += num_threads) {
+    for (int item = thread; item < kTileKeys * kChunks; item += kThreads) {
       int const key = item / kChunks;
       int const chunk = item - key * kChunks;
       T* const place = places[index % 2][key];
@@ -160,11 +162,11 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
     }
   };
 
-  for (int item = thread; item < 2 * kTileKeys; item += num_threads) {
+  for (int item = thread; item < 2 * kTileKeys; item += kThreads) {
     sources[item / kTileKeys][item % kTileKeys] = findKey(item);
   }
   // The last threads: the first ones have sources to find.
-  int const place_key = num_threads - 1 - thread;
+  int const place_key = kThreads - 1 - thread;
   if (hasOwn(0) && place_key < kTileKeys) places[0][place_key] = findPlace(place_key);
   if (thread < 4) non_finite[thread / 2][thread % 2] = 0;
   __syncthreads();
@@ -237,7 +239,7 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
     uint2 found = make_uint2(0, 0);
     if (first_key + kTileKeys - 1 > block_first) {
       uint32_t* const noted = non_finite[index % 2];
-      removeNonFinite<T, kHeadDim>(value_tile, noted, thread, num_threads);
+      removeNonFinite<T, kHeadDim>(value_tile, noted, thread, kThreads);
       if (thread < 2) non_finite[(index + 1) % 2][thread] = 0;
       __syncthreads();
       found = make_uint2(noted[0], noted[1]);
@@ -288,33 +290,45 @@ __global__ void __launch_bounds__(kMaxWarps<kHeadDim> * 32, kBlocksAnSm<kHeadDim
   }
 }
 
-template <typename T, int kHeadDim>
+template <int kHeadDim, int kWarps>
+constexpr int kBlockBytes = 2 * kStages * kTileBytes<kHeadDim> + kWarps * kWarpBytes<kHeadDim>;
+
+template <int kWarps>
+int64_t mostTiles(AttentionArgs const& args) {
+  return args.p.num_rows / (kWarps * kRowsAWarp) + args.p.num_sequences;
+}
+
+// With the first number of warps whose block has enough shared memory and of which there are enough
+// blocks that no multiprocessor is left without one; else with the last.
+template <typename T, int kHeadDim, int kWarps, int... kFewerWarps>
 cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
-  auto* const kernel = prefillAttentionKernel<T, kHeadDim>;
-  constexpr int kFixedBytes = kStages * 2 * kTileBytes<kHeadDim>;
-  int warps = std::min(kMaxWarps<kHeadDim>,
-                       (args.shared_bytes - kStaticBytes - kFixedBytes) / kWarpBytes<kHeadDim>);
-  auto const mostTiles = [&] {
-    return args.p.num_rows / (warps * kRowsAWarp) + args.p.num_sequences;
-  };
-  // Smaller tiles where multiprocessors would be left without one.
-  while (warps > 2 * kMinWarps && mostTiles() * args.p.num_heads < args.num_sms) {
-    warps -= 2 * kMinWarps;
+  constexpr int kBytes = kBlockBytes<kHeadDim, kWarps>;
+  int64_t const tiles = mostTiles<kWarps>(args);
+  if constexpr (sizeof...(kFewerWarps) > 0) {
+    if (kBytes + kStaticBytes > args.shared_bytes || tiles * args.p.num_heads < args.num_sms) {
+      return launch<T, kHeadDim, kFewerWarps...>(args, stream);
+    }
   }
-  if (warps < kMinWarps) return cudaErrorInvalidConfiguration;
-  int const bytes = kFixedBytes + warps * kWarpBytes<kHeadDim>;
-  if (cudaError_t error = prepareShared(kernel, bytes); error != cudaSuccess) return error;
-  int64_t const tiles = mostTiles();
+  if (kBytes + kStaticBytes > args.shared_bytes) return cudaErrorInvalidConfiguration;
   if (tiles > 65535) return cudaErrorInvalidValue;
+  auto* const kernel = prefillAttentionKernel<T, kHeadDim, kWarps>;
+  if (cudaError_t error = prepareShared(kernel, kBytes); error != cudaSuccess) return error;
   dim3 const grid(args.p.num_heads, tiles);
-  return launchKernel(kernel, grid, warps * 32, stream, args, bytes, Start::kOverlapping);
+  return launchKernel(kernel, grid, kWarps * 32, stream, args, kBytes, Start::kOverlapping);
 }
 
 }  // namespace
 
 cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t stream) {
   return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
-    return launch<typename decltype(tag)::Type, decltype(head_dim)::value>(args, stream);
+    using T = typename decltype(tag)::Type;
+    constexpr int kHeadDim = decltype(head_dim)::value;
+    // Warps of a block, as many as registers and shared memory have place for. At 64 channels they
+    // hold several small blocks, of which others work while one waits at a barrier: measured faster
+    // there, slower at more. 12 warps are faster at 96 channels, 8 at 128; 3 fit in 99 KiB.
+    if constexpr (kHeadDim == 64) return launch<T, kHeadDim, 4>(args, stream);
+    if constexpr (kHeadDim == 96) return launch<T, kHeadDim, 12, 8, 4>(args, stream);
+    if constexpr (kHeadDim == 128) return launch<T, kHeadDim, 8, 4, 3>(args, stream);
   });
 }
 
