@@ -92,13 +92,12 @@ class Scheduler:
         identity: CacheIdentity,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        grid = config.prefix_grid
         self.config = config
         self.slots = Slots(config.max_batch_size, config.max_seq_len)
         policy = PrefixPolicy(
             enabled=config.enable_prefix_cache and config.recomputable,
             at_least=config.prefix_at_least,
-            grid_pages=1 if grid is None else grid // layout.page_size,
+            grid=config.prefix_grid,
         )
         self.kv = SequenceKv(layout, config.num_units, self.slots, identity, policy)
         self._in_flight: deque[StepPlan] = deque()

@@ -93,9 +93,8 @@ class StepResults:
         before = slots.num_computed[seq_slots]
         after = before + counts * slots.active[seq_slots]
         slots.num_computed[seq_slots] = after
-        first, end = before // size, after // size
-        for seq in np.flatnonzero(end > first).tolist():
-            self._kv.publish(int(seq_slots[seq]), int(first[seq]), int(end[seq]))
+        for seq in np.flatnonzero(after // size > before // size).tolist():
+            self._kv.publish(int(seq_slots[seq]), int(before[seq]), int(after[seq]))
 
     def _count_drafts(self, sampled: Int32Array, reached: NDArray[np.bool_]) -> None:
         """Count and forget the guesses that a step verified."""

@@ -28,12 +28,13 @@ class PrefixPolicy:
     Attributes:
         enabled: False where results depend on the chunk schedule.
         at_least: accept pages whose tokens ran deeper than asked (rung R3).
-        grid_pages: hits end at multiples of this many pages; 1 means at any page.
+        grid: tokens, whole pages; hits end at its multiples, and only pages of its whole chunks
+            are published. None: any page.
     """
 
     enabled: bool
     at_least: bool = False
-    grid_pages: int = 1
+    grid: int | None = None
 
 
 def units_of_sequence(
@@ -126,7 +127,8 @@ class SequenceKv:
             if page is None:
                 break
             hits.append(page)
-        del hits[len(hits) - len(hits) % self._policy.grid_pages :]
+        if self._policy.grid is not None:
+            del hits[len(hits) - len(hits) % (self._policy.grid // self.layout.page_size) :]
         if self._policy.at_least:
             del request.page_keys[len(hits) :]
         return hits
@@ -138,28 +140,35 @@ class SequenceKv:
         needed = sum(self.layout.units_of_page(depth) for depth in depths)
         return needed <= self.pool.num_available - idle
 
-    def publish(self, slot: int, first_page: int, end_page: int) -> None:
-        """Publish the pages first_page..end_page-1, whose units are all written.
+    def publish(self, slot: int, begin: int, end: int) -> None:
+        """Publish the pages that the tokens begin..end-1, computed in one step, have filled.
+
+        With a grid only a whole chunk of it: a prompt's last rows and an answer's are computed in
+        other company, and so with other bits, than a cold run of a longer prompt computes them.
 
         A page equal to a published one is given up for that one, so that whoever holds a
         published page also holds all before it and a beginning is never evicted before its
-        continuation. Pages before first_page that came unpublished, by a fork, are made up for.
+        continuation. Pages before `begin` that came unpublished, by a fork, are made up for.
         """
-        if not self._policy.enabled:
+        grid = self._policy.grid
+        if not self._policy.enabled or (grid is not None and (begin % grid or end - begin != grid)):
             return
-        request = self._slots.request(slot)
+        request, size = self._slots.request(slot), self.layout.page_size
+        first_page, end_page = begin // size, end // size
         token_ids, depths = self._slots.token_ids[slot], self._slots.depths[slot]
         while first_page and request.pages[first_page - 1].key is None:
+            if grid is not None:
+                return
             first_page -= 1
         for page_idx in range(first_page, end_page):
             self._extend_keys(request, token_ids, depths, page_idx)
             at_least = self._policy.at_least
-            end = (page_idx + 1) * self.layout.page_size
+            page_end = (page_idx + 1) * size
             page = self.pool.publish(
                 request.pages[page_idx],
                 request.page_keys[page_idx],
                 request.token_keys[page_idx] if at_least else None,
-                int(depths[:end].min()) if at_least else 0,
+                int(depths[:page_end].min()) if at_least else 0,
             )
             if page is not request.pages[page_idx]:
                 request.pages[page_idx] = page

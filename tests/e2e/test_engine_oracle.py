@@ -144,6 +144,22 @@ def test_grid_makes_a_hit_bitwise_equal_to_a_miss(engine_of: Build) -> None:
     assert_all(oracle, harness)
 
 
+def test_grid_gives_no_page_that_was_not_computed_in_a_whole_chunk(engine_of: Build) -> None:
+    """The end of a prompt and its answer fill pages up to the next multiple, with other bits."""
+    engine_dir, oracle = engine_of("ouro")
+    harness = Harness(engine_dir, prefix_grid=16)
+    harness.add(prompt_of(45), 30)  # 32 tokens in whole chunks, 13 at the end, 29 one by one
+    harness.drain()
+    talk = [*prompt_of(45), *harness.answers[0].token_ids]
+    harness.add([*talk, 1, 2, 3], 6)  # of which 64 in whole chunks
+    harness.drain()
+    harness.add([*talk, 1, 2, 3, 4], 6)
+    harness.drain()
+    hits = [answer.finished.num_cached_tokens for answer in harness.answers.values()]
+    assert hits == [0, 32, 64]
+    assert_all(oracle, harness)
+
+
 @pytest.mark.parametrize("model", ["ouro", "huginn", "olmo_skip_adapter"])
 def test_preempted_requests_equal_oracle(engine_of: Build, model: str) -> None:
     """Case C4: a pool for one and a half requests; recomputation follows recorded depths."""
