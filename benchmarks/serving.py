@@ -371,24 +371,25 @@ def prefix(bench: Bench) -> Row:
     alone = sessions.measure(
         setup, sessions.Sessions(count=count, output_tokens=32, at_once=1, grid=256)
     )
-    arm, grid = served["arms"]["default"], alone["arms"]["grid"]
-    reused = sessions.reused_share(arm)
-    figures = [
+    return Row(prefix_figures(served, alone), {"served": served, "alone": alone})
+
+
+def prefix_figures(served: dict[str, Any], alone: dict[str, Any]) -> list[Figure]:
+    """Figures of sessions held 16 at once, and one at a time. Cold runs are always alone."""
+    arms = served["arms"]["default"], alone["arms"]["default"], alone["arms"]["grid"]
+    names = "16 at once", "one at a time", "one at a time, prefix_grid 256"
+    reused = sessions.reused_share(arms[0])
+    return [
         Figure("prompt tokens reused, 16 sessions", reused, "share", 0.75, at_least),
-        Figure("hits equal to cold runs", _share(arm["against_cold"]), "share", 0.80, at_least),
-        Figure(
-            "hits equal to cold runs, prefix_grid 256, one request",
-            _share(grid["against_cold"]),
-            "share",
-            1.0,
-            at_least,
+        *(
+            Figure(f"hits equal to cold runs, {name}", _share(arm), "share", target, at_least)
+            for name, arm, target in zip(names, arms, (0.8, 0.8, 1.0), strict=True)
         ),
     ]
-    return Row(figures, {"served": served, "alone": alone})
 
 
-def _share(cold: dict[str, Any]) -> float | None:
-    hits = cold["hits"]
+def _share(arm: dict[str, Any]) -> float | None:
+    hits = arm["against_cold"]["hits"]
     return hits["identical"] / hits["total"] if hits["total"] else None
 
 
