@@ -18,7 +18,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +55,6 @@ def counted(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """
     totals: Counter[str] = Counter(waits=0)
     events = list(events)
-    (window,) = [
-        event
-        for event in events
-        if (event.get("cat"), event.get("name")) == ("user_annotation", WINDOW)
-    ]
     for event in events:
         kind, name = event.get("cat"), str(event.get("name"))
         if kind == "gpu_memcpy":
@@ -67,15 +62,26 @@ def counted(events: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         elif kind == "kernel":
             totals["kernels"] += 1
             totals["copy_kernels"] += bool(_COPIES.search(name))
-        elif kind in ("cuda_runtime", "cuda_driver") and _is_within(event, window):
-            totals["waits"] += bool(_BLOCKING.search(name))
-            totals["launches"] += bool(_LAUNCHES.match(name))
-            totals["records"] += bool(_RECORDS.match(name))
+    for name in (str(event.get("name")) for event in calls(events)):
+        totals["waits"] += bool(_BLOCKING.search(name))
+        totals["launches"] += bool(_LAUNCHES.match(name))
+        totals["records"] += bool(_RECORDS.match(name))
     return dict(totals)
 
 
-def _is_within(event: Mapping[str, Any], window: Mapping[str, Any]) -> bool:
-    return bool(0 <= event["ts"] - window["ts"] <= window["dur"])
+def calls(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """CUDA calls within a trace's range `WINDOW`."""
+    (window,) = [
+        event
+        for event in events
+        if (event.get("cat"), event.get("name")) == ("user_annotation", WINDOW)
+    ]
+    return [
+        event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver")
+        and 0 <= event["ts"] - window["ts"] <= window["dur"]
+    ]
 
 
 def _count_copy(totals: Counter[str], name: str, num_bytes: int) -> None:
@@ -89,17 +95,7 @@ def _count_copy(totals: Counter[str], name: str, num_bytes: int) -> None:
 def profiled(core: EngineCore, count: int, window: int, prompt_tokens: int) -> dict[str, Any]:
     """Counts of a window of decode steps of `count` requests."""
     fill(core, count, prompt_tokens, window)
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    tokens = 0
-    with torch.profiler.profile(activities=activities) as profiler:
-        with torch.profiler.record_function(WINDOW):
-            for _ in range(window):
-                tokens += len(core.step().token_ids)
-        torch.cuda.synchronize()  # so that all kernels are in the trace
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
+    events, tokens = traced(core, window)
     totals = counted(events)
     if not totals.get("kernels"):
         sys.exit("data_movement: torch.profiler saw no kernel; CUPTI does not work here")
@@ -118,21 +114,44 @@ def profiled(core: EngineCore, count: int, window: int, prompt_tokens: int) -> d
     }
 
 
-def fill(core: EngineCore, count: int, prompt_tokens: int, window: int) -> None:
-    """Queue requests and step until all of them decode, and their graphs are captured."""
+def traced(core: EngineCore, window: int) -> tuple[list[dict[str, Any]], int]:
+    """`traceEvents` of a window of steps, whose calls lie within its range `WINDOW`; their tokens.
+
+    What the GPU still did at the start for the step before is in it too.
+    """
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    tokens = 0
+    with torch.profiler.profile(activities=activities) as profiler:
+        with torch.profiler.record_function(WINDOW):
+            for _ in range(window):
+                tokens += len(core.step().token_ids)
+        torch.cuda.synchronize()  # so that all kernels are in the trace
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(trace))
+        return json.loads(trace.read_text(encoding="utf-8"))["traceEvents"], tokens
+
+
+def queue(core: EngineCore, count: int, prompt_tokens: int, new_tokens: int, seed: int) -> None:
+    """Queue requests 0 to count - 1 with random prompts, for answers of a fixed length."""
     loops, vocab_size = core.manifest.layout.max_loops, core.manifest.spec.vocab_size
-    for request_id, prompt in enumerate(random_prompts(count, prompt_tokens, vocab_size, count)):
+    for request_id, prompt in enumerate(random_prompts(count, prompt_tokens, vocab_size, seed)):
         core.add_request(
             Request(
                 request_id=request_id,
                 prompt=np.array(prompt, np.int32),
-                # Those that come first decode while the others' prompts run.
-                max_new_tokens=window + 2 * _SETTLING_STEPS + count,
+                max_new_tokens=new_tokens,
                 stop_token_ids=(),
                 loops=loops,
                 prefill_loops=loops,
             )
         )
+
+
+def fill(core: EngineCore, count: int, prompt_tokens: int, window: int) -> None:
+    """Queue requests and step until all of them decode, and their graphs are captured."""
+    # Those that come first decode while the others' prompts run.
+    queue(core, count, prompt_tokens, window + 2 * _SETTLING_STEPS + count, count)
     settled = 0
     for _ in range(_MOST_STEPS):
         settled = settled + 1 if len(core.step().token_ids) == count else 0

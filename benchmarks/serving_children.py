@@ -1,28 +1,38 @@
 """What benchmarks/serving.py does in processes of their own.
 
-Each function but `in_child` runs in such a process and imports what only it needs.
+Each function but `in_child` runs in such a process, and its parts in one or in tests; they import
+what only they need.
 """
 
 from __future__ import annotations
 
 import multiprocessing
+import re
 import statistics
-import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from data_movement import calls, fill, queue, traced
+
+from looptrt.bench.latency import StepClock
 from looptrt.bench.offline import OfflineEngine
 from looptrt.bench.workload import random_prompts
 from looptrt.errors import LooptrtError
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_core import EngineCore
 from looptrt.runtime.sampling_params import SamplingParams
+from looptrt.runtime.step_plan import StepPlan, StepResult
 
 _TIMEOUT_S = 540.0
 # For the engine; what is measured beside it needs memory too.
 _POOL_SHARE = 0.5
+_BOUNDARIES = 32  # between two steps, in a measurement
+_PROFILER_SETTLES = 4  # steps that may wait for a profiler that has just begun
+_GRAPH_LAUNCH = re.compile(r"^(cuda|cu)GraphLaunch")
+_GPU_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def in_child(work: Callable[..., Any], *arguments: Any) -> Any:  # noqa: ANN401
@@ -132,27 +142,133 @@ def exact_answers(engine_dir: Path, total: int, fused: bool) -> list[tuple[int, 
     return answers
 
 
-def graph_and_step(engine_dir: Path, count: int, prompt_tokens: int) -> dict[str, float]:
-    """Median milliseconds of an engine's decode steps, and of the same graph back to back."""
-    import torch  # noqa: PLC0415 - in the child alone
-    from data_movement import fill  # noqa: PLC0415
+def between_graphs(
+    engine_dir: Path, count: int, prompt_tokens: int, output_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """Decode steps of an engine alone, and how long the GPU is idle between two of their graphs.
 
-    from kernels import steady  # noqa: PLC0415
+    torch.profiler makes steps longer, on the host and on the GPU, and may add to the gaps itself;
+    whether the host keeps ahead of the GPU without it, `num_early` tells.
 
-    window = 64
+    Returns:
+        step_ms: see `step_ms`.
+        idle_us: see `idle_between`; with torch.profiler, the first boundaries left out.
+        events_us, num_early: see `event_gaps`; without the profiler.
+    """
     core = EngineCore(
         engine_dir, EngineConfig(device="cuda", kv_cache_free_gpu_memory_fraction=_POOL_SHARE)
     )
-    fill(core, count, prompt_tokens, window)
-    times = []
-    for _ in range(window):
-        begin_s = time.perf_counter()
-        core.step()
-        times.append(time.perf_counter() - begin_s)
+    try:
+        own_ms = step_ms(core, count, prompt_tokens, output_tokens, repeats)
+        num_traced = _PROFILER_SETTLES + _BOUNDARIES + 1
+        fill(core, count, prompt_tokens, _BOUNDARIES + 1 + num_traced)
+        events_us, num_early = event_gaps(core, _BOUNDARIES + 1)
+        trace, _ = traced(core, num_traced)
+    finally:
+        core.close()
+    idle_us = idle_between(trace, num_traced)[_PROFILER_SETTLES:]
+    return {"step_ms": own_ms, "idle_us": idle_us, "events_us": events_us, "num_early": num_early}
+
+
+def step_ms(
+    core: EngineCore, count: int, prompt_tokens: int, output_tokens: int, repeats: int
+) -> float:
+    """Median milliseconds of a step, clocked as `latency.measure` does for the same lengths.
+
+    The same lengths, because a step of 32 requests of Ouro-1.4B takes some 6 µs longer for each
+    token by which they grow (results/attention.json).
+    """
+    medians = []
+    for repeat in range(repeats + 1):
+        clock = StepClock()
+        queue(core, count, prompt_tokens, output_tokens, repeat)
+        while core.has_work():
+            clock(core.step())
+        medians.append(statistics.median(clock.steady_intervals(count)))
+    return 1e3 * statistics.median(medians[1:])
+
+
+def event_gaps(core: EngineCore, steps: int) -> tuple[list[float], int]:
+    """µs between CUDA events after a step's graph and before the next one's, of `steps` steps.
+
+    Beside the events' own few µs a lower bound of the GPU's idle time: where it waits for a graph
+    to be launched, the event before the graph comes earlier.
+
+    Returns:
+        The times, and how many graphs had been launched before the one before them ended. No
+        host time is on the critical path of those.
+
+    Raises:
+        LooptrtError: a step was not one graph.
+    """
+    import torch  # noqa: PLC0415 - in the child alone
+
+    executor, submit = core.executor, core.executor.submit
+    marks: list[tuple[Any, Any]] = []
+    num_early = 0
+
+    def marking(plan: StepPlan) -> Callable[[], StepResult]:
+        nonlocal num_early
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        result = submit(plan)
+        end.record()
+        num_early += bool(marks) and not marks[-1][1].query()
+        marks.append((begin, end))
+        return result
+
+    hits = core.stats().get("graph_hits", 0)
+    executor.submit = marking
+    try:
+        for _ in range(steps):
+            core.step()
+    finally:
+        executor.submit = submit
     torch.cuda.synchronize()
-    # The graph that ran last, on its last inputs: it writes what it wrote before.
-    graphs = core.executor._graphs.cache._graphs
-    graph = graphs[next(reversed(graphs))]
-    graph_ms = statistics.median(steady(graph.replay, repeats=4, in_a_row=20)) / 1e3
-    core.close()
-    return {"graph_ms": graph_ms, "step_ms": 1e3 * statistics.median(times)}
+    hits = core.stats().get("graph_hits", 0) - hits
+    if not len(marks) == hits == steps:
+        raise LooptrtError(
+            f"{steps} steps: expected one graph each, got {len(marks)} plans and {hits} graphs"
+        )
+    return [1e3 * end.elapsed_time(begin) for (_, end), (begin, _) in pairwise(marks)], num_early
+
+
+def idle_between(events: Sequence[Mapping[str, Any]], steps: int) -> list[float]:
+    """µs from the end of a graph's last kernel to the start of the next one's first, on the GPU.
+
+    What ran between them counts as idle: it is in no graph.
+
+    Args:
+        events: of `data_movement.traced`. All that a graph runs has its launch's correlation.
+        steps: that were traced, each of them the same graph.
+
+    Returns:
+        [steps - 1] in the order of the steps.
+
+    Raises:
+        LooptrtError: the trace has not the same kernels in one graph for each step, or its
+            graphs do not follow one another.
+    """
+    graphs: dict[int, list[Mapping[str, Any]]] = {
+        call["args"]["correlation"]: []
+        for call in calls(events)
+        if _GRAPH_LAUNCH.match(str(call.get("name")))
+    }
+    for event in events:
+        correlation = event.get("args", {}).get("correlation")
+        if event.get("cat") in _GPU_WORK and correlation in graphs:
+            graphs[correlation].append(event)
+    sizes = {len(graph) for graph in graphs.values()}
+    if len(graphs) != steps or len(sizes) != 1 or 0 in sizes:
+        raise LooptrtError(
+            f"a trace of {steps} steps: expected a graph each, all of as many kernels, "
+            f"got {len(graphs)} graphs of {sorted(sizes)} kernels"
+        )
+    spans = sorted(
+        (min(event["ts"] for event in graph), max(event["ts"] + event["dur"] for event in graph))
+        for graph in graphs.values()
+    )
+    gaps = [begin - end for (_, end), (begin, _) in pairwise(spans)]
+    if statistics.median(gaps) <= 0:
+        raise LooptrtError(f"a trace of {steps} steps: its graphs overlap, gaps of {gaps} µs")
+    return gaps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import data_movement
@@ -11,10 +12,14 @@ import plain_looped
 import pytest
 import report
 import serving
+import serving_children
 import torch
 
 from looptrt.builder.build import BuildConfig, build
 from looptrt.errors import LooptrtError
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.engine_core import EngineCore
+from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.support.checkpoints import tiny_ouro
 from tests.support.graphs_on_cpu import use_graphs_on_cpu
 
@@ -58,6 +63,144 @@ def test_a_trace_is_counted_by_kind() -> None:
         "launches": 3,
         "records": 1,
     }
+
+
+def launch_of(correlation: int, at_us: float, name: str = "cudaGraphLaunch") -> dict:
+    return {**call(name, at_us), "args": {"correlation": correlation}}
+
+
+def work_of(correlation: int, begin_us: float, end_us: float, kind: str = "kernel") -> dict:
+    args = {"correlation": correlation, "bytes": 4}
+    return {"cat": kind, "name": "k", "ts": begin_us, "dur": end_us - begin_us, "args": args}
+
+
+def timeline() -> list[dict]:
+    """Three steps of a window, the GPU behind the host; one graph from before the window."""
+    return [
+        {"cat": "user_annotation", "name": data_movement.WINDOW, "ts": 10.0, "dur": 90.0},
+        *(launch_of(7, 5), work_of(7, 8, 18), work_of(7, 18, 20)),
+        *(launch_of(2, 30), launch_of(1, 12), launch_of(3, 80)),
+        *(work_of(1, 20.5, 50), work_of(1, 22, 30), work_of(1, 31, 32, "gpu_memcpy")),
+        *(launch_of(9, 31, "cudaLaunchKernel"), work_of(9, 51, 52)),
+        *(work_of(2, 60, 62, "gpu_memset"), work_of(2, 54, 58), work_of(2, 61, 70)),
+        *(work_of(3, 150, 160), work_of(3, 110, 120), work_of(3, 130, 140)),
+    ]
+
+
+def test_the_gpu_is_idle_from_a_graphs_last_work_to_the_next_ones_first() -> None:
+    assert serving_children.idle_between(timeline(), 3) == [4.0, 40.0]
+
+
+def test_a_trace_without_one_whole_graph_for_each_step_gives_no_gaps() -> None:
+    events = timeline()
+    with pytest.raises(LooptrtError, match=r"trace of 4 steps.* got 3 graphs"):
+        serving_children.idle_between(events, 4)
+    with pytest.raises(LooptrtError, match=r"got 3 graphs of \[2, 3\] kernels"):
+        serving_children.idle_between(events[:-1], 3)
+    without_work = [event for event in events if event["cat"] not in ("kernel", "gpu_memcpy")]
+    with pytest.raises(LooptrtError, match=r"graphs of \[0, 1\] kernels"):
+        serving_children.idle_between(without_work, 3)
+    no_kernel_seen = [event for event in without_work if event["cat"] != "gpu_memset"]
+    with pytest.raises(LooptrtError, match=r"graphs of \[0\] kernels"):
+        serving_children.idle_between(no_kernel_seen, 3)
+    two = [event for event in events if event.get("args", {}).get("correlation") != 3]
+    overlapping = [work_of(2, 49, 55) if event["ts"] == 54 else event for event in two]
+    with pytest.raises(LooptrtError, match="overlap"):
+        serving_children.idle_between(overlapping, 2)
+
+
+def test_host_time_is_the_median_gap_and_what_serving_adds() -> None:
+    idle = {"idle_us": [5.0, 200.0, 7.0], "events_us": [2.0] * 4, "num_early": 3}
+    alone = {"step_ms": 9.5, **idle}
+    values = {
+        served_ms: [figure.value for figure in serving.host_figures(alone, served_ms)]
+        for served_ms in (9.6, 9.4)
+    }
+    assert values[9.6] == pytest.approx([7.0, 200.0, 107.0, 0.75])
+    assert values[9.4] == [7.0, 200.0, 7.0, 0.75], "serving never makes the gap shorter"
+    targets = [figure.target for figure in serving.host_figures(alone, 9.6)]
+    assert targets == [150.0, None, None, None]
+    with pytest.raises(LooptrtError, match="not the same work"):
+        serving.host_figures(alone, 9.3)
+
+
+class TimedEvent:
+    """Of a GPU on which a record takes 1 ms, and that is done with nothing yet."""
+
+    now_ms = 0.0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        TimedEvent.now_ms += 1
+        self.at_ms = TimedEvent.now_ms
+
+    def elapsed_time(self, end: TimedEvent) -> float:
+        return end.at_ms - self.at_ms
+
+    def query(self) -> bool:
+        return False
+
+
+@pytest.fixture
+def decoding_engine(tmp_path: Path) -> Path:
+    limits = {"max_batch_size": 4, "max_num_tokens": 64, "max_seq_len": 64}
+    build(BuildConfig(tiny_ouro(tmp_path / "c"), tmp_path / "e", tokens_per_block=8, **limits))
+    return tmp_path / "e"
+
+
+def test_steps_are_timed_and_marked_around_their_graphs(
+    decoding_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for a GPU, so no time means anything."""
+    use_graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    core = EngineCore(decoding_engine, EngineConfig(device="cpu"))
+    assert serving_children.step_ms(core, 3, 16, 12, 1) > 0
+    data_movement.fill(core, 3, 16, 8)
+    submit = core.executor.submit
+
+    def submit_for_5_ms(plan: StepPlan) -> Callable[[], StepResult]:
+        TimedEvent.now_ms += 5
+        return submit(plan)
+
+    monkeypatch.setattr(core.executor, "submit", submit_for_5_ms)
+    assert serving_children.event_gaps(core, 8) == ([1000.0] * 7, 7)
+    assert core.executor.submit is submit_for_5_ms
+    core.close()
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
+def test_steps_that_are_no_graphs_have_no_gaps_between_graphs(
+    decoding_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_graphs_on_cpu(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", TimedEvent)
+    core = EngineCore(decoding_engine, EngineConfig(device="cpu", cuda_graphs="off"))
+    data_movement.fill(core, 3, 16, 8)
+    with pytest.raises(LooptrtError, match="expected one graph each, got 4 plans and 0 graphs"):
+        serving_children.event_gaps(core, 4)
+    trace, tokens = data_movement.traced(core, 4)
+    assert tokens == 12
+    with pytest.raises(LooptrtError, match=r"trace of 4 steps.* got 0 graphs"):
+        serving_children.idle_between(trace, 4)
+    core.close()
+
+
+@pytest.mark.gpu
+def test_gaps_between_graphs_are_seen_on_a_gpu(decoding_engine: Path, tmp_path: Path) -> None:
+    config = EngineConfig(device="cuda", kv_cache_bytes=2**26, cache_dir=str(tmp_path / "cache"))
+    core = EngineCore(decoding_engine, config)
+    data_movement.fill(core, 3, 16, 16)
+    marked, num_early = serving_children.event_gaps(core, 8)
+    trace, _ = data_movement.traced(core, 8)
+    core.close()
+    idle = serving_children.idle_between(trace, 8)
+    assert len(marked) == len(idle) == 7
+    assert min(marked) > 0
+    assert min(idle) > 0
+    assert 0 <= num_early <= 7
 
 
 def cell(rows: int, graph_ms: float, launched_ms: float) -> dict:
