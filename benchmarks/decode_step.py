@@ -233,7 +233,7 @@ def arm(step: DecodeStep, name: str, missing: list[str]) -> Iterator[None]:
         if "skinny" in name:
             step.model.use_products(Products(max_skinny_rows=launch.MAX_SKINNY_ROWS))
             stack.callback(step.model.use_products, Products())
-            stack.enter_context(launch.overlapping_kernels())
+            stack.enter_context(launch.overlapping_kernels(launch.MAX_SKINNY_ROWS))
         yield
 
 

@@ -517,6 +517,8 @@ def main() -> int:
     parser.add_argument("--workdir", type=Path, help="keep engine directories here")
     parser.add_argument("--commit", help="recorded where git cannot tell it")
     options = parser.parse_args()
+    if options.repeats is not None and options.repeats < 1:
+        parser.error(f"--repeats: expected at least 1, got {options.repeats}")
     names = options.only.split(",")
     if unknown := [name for name in names if name not in ROWS]:
         parser.error(f"--only: {', '.join(unknown)}: expected some of {', '.join(ROWS)}")

@@ -23,7 +23,7 @@ from looptrt.errors import PluginError
 from looptrt.plugins.schema import operand_error
 
 LIBRARY_NAME = "liblooptrt_plugins.so"
-ABI_VERSION = 3  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
+ABI_VERSION = 4  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
 BUILD_COMMAND = "cmake -S . -B build/cuda -DLOOPTRT_CUDA=ON && cmake --build build/cuda --parallel"
 
 # Arguments of every C function without its stream: pointer, int64 (q), int32 (i), float.
@@ -87,9 +87,9 @@ class Library:
         if getattr(self._library, f"looptrt_{name}")(*arguments, stream):
             raise PluginError(f"{name}: {self._library.looptrt_last_error_text().decode()}")
 
-    def let_kernels_overlap(self, allowed: bool) -> None:
-        """Whether small kernels start before their predecessors have ended, from now on."""
-        self._library.looptrt_let_kernels_overlap(ctypes.c_int32(allowed))
+    def let_kernels_overlap(self, most_rows: int) -> None:
+        """Small kernels of so many rows start before their predecessors have ended, from now on."""
+        self._library.looptrt_let_kernels_overlap(ctypes.c_int32(most_rows))
 
     def plane_copy_workspace_bytes(self, *sizes: int) -> int:
         """Bytes that `plane_copy` needs for (copies, unit_slots, page_size, token_bytes)."""
@@ -114,7 +114,7 @@ class _Process:
 
     library: ClassVar[Library | None] = None
     lock: ClassVar[threading.Lock] = threading.Lock()
-    num_overlapping: ClassVar[int] = 0
+    overlapping: ClassVar[list[int]] = []  # rows of each block
 
 
 def places() -> list[Path]:
@@ -404,23 +404,26 @@ def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 @contextmanager
-def overlapping_kernels() -> Iterator[None]:
+def overlapping_kernels(most_rows: int) -> Iterator[None]:
     """Let small kernels start before their predecessors have ended, within the block.
 
     Faster between kernels of the library, slower after cuBLAS's. Changes no bits. It holds for
-    the whole process, from the first block that opens to the last one that ends; a captured
-    graph keeps what held at its capture.
+    the whole process, with the most rows of all blocks that are open; a captured graph keeps what
+    held at its capture.
+
+    Args:
+        most_rows: of a call that may; those of more are beside cuBLAS's products.
     """
     library = load()
     with _Process.lock:
-        _Process.num_overlapping += 1
-        library.let_kernels_overlap(True)
+        _Process.overlapping.append(most_rows)
+        library.let_kernels_overlap(max(_Process.overlapping))
     try:
         yield
     finally:
         with _Process.lock:
-            _Process.num_overlapping -= 1
-            library.let_kernels_overlap(_Process.num_overlapping > 0)
+            _Process.overlapping.remove(most_rows)
+            library.let_kernels_overlap(max(_Process.overlapping, default=0))
 
 
 def plane_copy(

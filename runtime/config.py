@@ -77,10 +77,11 @@ class EngineConfig:
         skinny_linear_rows: products of up to this many rows, at most 16, with matrices of up to
             48 MiB run by our own kernel, whose sums are not in cuBLAS's order: bfloat16 and
             float16 on a GPU, no TensorRT backend. 0 leaves all products to PyTorch. None is 8
-            where the kernel can run, but 0 with `require_exact`.
+            where the kernel can run and some matrix is small enough to gain, but 0 with
+            `require_exact`.
         require_exact: refuse to start on a GPU where a kernel that promises PyTorch's bits
-            does not give them, instead of running that operator op by op; by default no other
-            kernel runs then.
+            does not give them, instead of running that operator op by op. By default all products
+            are PyTorch's then; attention and the sampler, which promise other things, are not.
         cache_dir: where what was learned about this machine's kernels is kept between starts;
             None is `~/.cache/looptrt`.
         num_threads: CPU threads of the engine; None is 1 for models narrower than 512

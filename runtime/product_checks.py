@@ -19,12 +19,11 @@ from looptrt.manifest import TENSORRT_BACKENDS, Manifest
 from looptrt.models.weights import empty_model
 from looptrt.plugins.probe import QUICK_ROWS, Clock, Verdict
 from looptrt.plugins.probe_products import probe_products, product_of
-from looptrt.plugins.products import JoinedProduct, Products
+from looptrt.plugins.products import MAX_SKINNY_BYTES, JoinedProduct, Products
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.kernel_checks import recalled
 from looptrt.runtime.padding import PACKED_SIZES, SIZES, size_for
 
-# Of steps too large for a graph, which have any row count: a sample.
 _SIXTEEN_BITS = ("bfloat16", "float16")
 _ROWS_BY_DEFAULT = 8  # of our own products: more rows gain nothing
 
@@ -82,15 +81,21 @@ def settle_products(manifest: Manifest, config: EngineConfig, device: torch.devi
     elif config.joined_projections == "exact" and device.type == "cuda":
         apart = act_on(_verdicts(manifest, config, device), row_counts(manifest))
         torch.cuda.empty_cache()
-    return Products(skinny_rows(config, manifest.dtype, device), frozenset(apart))
+    return Products(skinny_rows(config, manifest, device), frozenset(apart))
 
 
-def skinny_rows(config: EngineConfig, dtype: str, device: torch.device) -> int:
-    """Rows up to which products of an engine are our own kernel's; see `EngineConfig`."""
+def skinny_rows(config: EngineConfig, manifest: Manifest, device: torch.device) -> int:
+    """Rows up to which products of an engine are our own kernel's; see `EngineConfig`.
+
+    0 by default where the kernel does not run, or every layer's matrices are too large for it.
+    """
     if config.skinny_linear_rows is not None:
         return config.skinny_linear_rows
-    runs_here = device.type == "cuda" and dtype in _SIXTEEN_BITS
-    return _ROWS_BY_DEFAULT if runs_here and not config.require_exact else 0
+    runs_here = device.type == "cuda" and manifest.dtype in _SIXTEEN_BITS
+    if not runs_here or config.require_exact:
+        return 0
+    weights = [one for one in empty_model(manifest).core.parameters() if one.ndim == 2]
+    return _ROWS_BY_DEFAULT if any(one.nbytes <= MAX_SKINNY_BYTES for one in weights) else 0
 
 
 def act_on(verdicts: Sequence[Verdict], rows: Sequence[int]) -> list[JoinedProduct]:
@@ -110,7 +115,10 @@ def act_on(verdicts: Sequence[Verdict], rows: Sequence[int]) -> list[JoinedProdu
 
 
 def row_counts(manifest: Manifest, quick: Sequence[int] = QUICK_ROWS) -> list[int]:
-    """Row counts to compare: `quick`, all that graphs may have, and the largest step's."""
+    """Row counts to compare: `quick`, all that graphs may have, and the largest step's.
+
+    Steps that are no graphs have any row count: of theirs it is a sample.
+    """
     largest = manifest.limits.max_num_tokens
     most = max(largest, size_for(largest, PACKED_SIZES) or 0)  # graphs may be larger than steps
     counts = dict.fromkeys((*quick, *SIZES, *PACKED_SIZES, largest))

@@ -53,7 +53,7 @@ _SWITCHES = (
     ("prefill_share", "whole steps for prompts that fit beside no answer (default: yes)"),
     ("look_ahead", "the next decode step planned while one runs on a GPU (default: yes)"),
     ("fused_kernels", "kernels of the plugin library on a GPU (default: yes)"),
-    ("require_exact", "no start with a GPU kernel without PyTorch's bits (default: no)"),
+    ("require_exact", "no start where a kernel breaks its promise of PyTorch's bits (default: no)"),
 )
 
 

@@ -43,7 +43,7 @@ int looptrt_abi_version() { return LOOPTRT_PLUGINS_ABI; }
 
 char const* looptrt_last_error_text() { return last_error_text.c_str(); }
 
-void looptrt_let_kernels_overlap(int32_t allowed) { looptrt::kernels_overlap = allowed != 0; }
+void looptrt_let_kernels_overlap(int32_t most_rows) { looptrt::most_overlapping_rows = most_rows; }
 
 int looptrt_fenced_rms_norm(void* y, void const* x, void const* weight, int64_t num_tokens,
                             int32_t hidden, float eps, int32_t dtype, void* stream) {

@@ -97,7 +97,7 @@ cudaError_t launchCompactGather(CompactGatherParams const& p, cudaStream_t strea
     bool const is_wide = p.hidden % kWide<T> == 0 && areAligned(16, p.gathered, p.x);
     auto* kernel = is_wide ? compactGatherKernel<T, kWide<T>> : compactGatherKernel<T, 1>;
     return launchKernel(kernel, dim3(p.num_rows), kBlock, stream, p, 0,
-                        Start::kOverlappingIfAllowed);
+                        startBesideProducts(p.num_rows));
   });
 }
 
@@ -113,7 +113,7 @@ cudaError_t launchCompactScatter(CompactScatterParams const& p, cudaStream_t str
     if (p.num_rows <= kFewRows) {
       auto* few = is_wide ? scatterFewKernel<T, kWide<T>> : scatterFewKernel<T, 1>;
       return launchKernel(few, dim3(p.num_tokens), kBlock, stream, p, 0,
-                          Start::kOverlappingIfAllowed);
+                          startBesideProducts(p.num_tokens));
     }
     // A kernel of our own: a memcpy node of a graph runs on a copy engine, later and slower.
     if (p.scattered != p.x) {

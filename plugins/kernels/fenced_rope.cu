@@ -164,8 +164,8 @@ cudaError_t launchPairs(FencedRopeParams const& p, cudaStream_t stream) {
   dim3 const grid(p.num_tokens, ceilDiv(items, block));
   auto* kernel = p.is_interleaved ? fencedRopeKernel<T, Table, kPairs, true>
                                   : fencedRopeKernel<T, Table, kPairs, false>;
-  Start const start = Start::kOverlappingIfAllowed;
-  RopeArgs const args{p, Divider(static_cast<uint32_t>(parts)), isOverlapping(start)};
+  Start const start = startBesideProducts(p.num_tokens);
+  RopeArgs const args{p, Divider(static_cast<uint32_t>(parts)), start == Start::kOverlapping};
   return launchKernel(kernel, grid, block, stream, args, 0, start);
 }
 

@@ -46,7 +46,7 @@ cudaError_t launchFencedSiluMul(FencedSiluMulParams const& p, cudaStream_t strea
   return dispatchDType(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     auto* kernel = is_wide ? fencedSiluMulKernel<T, kWide> : fencedSiluMulKernel<T, 1>;
-    return launchKernel(kernel, grid, kBlock, stream, p, 0, Start::kOverlappingIfAllowed);
+    return launchKernel(kernel, grid, kBlock, stream, p, 0, startBesideProducts(p.num_tokens));
   });
 }
 

@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
   // the warp's queries arrive.
   float4* const totals = reinterpret_cast<float4*>(own_bytes) + lane;
 
-  waitForInputs();
+  waitForInputsAlone();  // it stores K and V
   QueryTile const tile = findTile(args, kRowsATile, blockIdx.y);
   if (tile.sequence < 0) return;
   int const head = blockIdx.x;

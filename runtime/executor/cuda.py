@@ -91,7 +91,7 @@ class CudaExecutor(TorchExecutor):
         """See `Executor.use_products`; small kernels start early beside our own products."""
         super().use_products(products)
         if products.max_skinny_rows:
-            self._held.enter_context(launch.overlapping_kernels())
+            self._held.enter_context(launch.overlapping_kernels(products.max_skinny_rows))
 
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """See `Executor.use_graphs`; captures the steps that are sure to come."""

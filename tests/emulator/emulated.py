@@ -98,13 +98,13 @@ class Emulated(launch.Library):
         there at the end.
         """
         self._waits = False
-        self.let_kernels_overlap(True)
+        self.let_kernels_overlap(2**31 - 1)
         try:
             yield
             self.synchronize()
         finally:
             self._waits = True
-            self.let_kernels_overlap(False)
+            self.let_kernels_overlap(0)
 
     def synchronize(self) -> None:
         """Run what is enqueued.

@@ -92,7 +92,9 @@ MUTATIONS = {
         attention_hides_nan,
     ),
     "keys read before the call before has stored them": (
-        Mutation(PREFILL, "  waitForInputs();\n  QueryTile", "  QueryTile"),
+        Mutation(
+            PREFILL, "  waitForInputsAlone();  // it stores K and V\n  QueryTile", "  QueryTile"
+        ),
         attention_chain_is_right,
     ),
     "no barrier before sums are folded": (

@@ -353,22 +353,33 @@ def test_what_nothing_could_follow_is_refused_by_name(
     ],
 )
 def test_by_default_few_rows_are_ours_where_the_kernel_runs(
-    fields: dict[str, Any], dtype: str, device: torch.device, rows: int
+    engine_of: Build, fields: dict[str, Any], dtype: str, device: torch.device, rows: int
 ) -> None:
-    assert skinny_rows(EngineConfig(**fields), dtype, device) == rows
+    manifest = dataclasses.replace(Manifest.load(engine_of("ouro_gqa")[0]), dtype=dtype)
+    assert skinny_rows(EngineConfig(**fields), manifest, device) == rows
+
+
+def test_by_default_products_are_pytorch_s_where_no_matrix_is_small_enough(
+    engine_of: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fails where small kernels start early beside cuBLAS's products alone."""
+    manifest = dataclasses.replace(Manifest.load(engine_of("ouro_gqa")[0]), dtype="bfloat16")
+    monkeypatch.setattr(product_checks, "MAX_SKINNY_BYTES", 16)
+    assert skinny_rows(EngineConfig(), manifest, GPU) == 0
+    assert skinny_rows(EngineConfig(skinny_linear_rows=2), manifest, GPU) == 2
 
 
 # ---- products of few rows
 
 
 class Overlap:
-    """Stands in for the library: whether small kernels may start early, as it was told."""
+    """Stands in for the library: rows of small kernels that may start early, as it was told."""
 
     def __init__(self) -> None:
-        self.allowed = False
+        self.rows = 0
 
-    def let_kernels_overlap(self, allowed: bool) -> None:
-        self.allowed = allowed
+    def let_kernels_overlap(self, most_rows: int) -> None:
+        self.rows = most_rows
 
 
 @pytest.fixture
@@ -379,14 +390,16 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Overlap:
 
 
 def test_kernels_overlap_until_the_last_block_ends(overlap: Overlap) -> None:
-    with launch.overlapping_kernels():
-        with launch.overlapping_kernels():
-            assert overlap.allowed
-        assert overlap.allowed
-    assert not overlap.allowed
-    with pytest.raises(ZeroDivisionError), launch.overlapping_kernels():
+    with launch.overlapping_kernels(4):
+        with launch.overlapping_kernels(8):
+            assert overlap.rows == 8
+        with launch.overlapping_kernels(2):
+            assert overlap.rows == 4
+        assert overlap.rows == 4
+    assert overlap.rows == 0
+    with pytest.raises(ZeroDivisionError), launch.overlapping_kernels(4):
         raise ZeroDivisionError
-    assert not overlap.allowed
+    assert overlap.rows == 0
 
 
 def test_kernels_overlap_while_an_engine_with_skinny_products_is_open(
@@ -397,16 +410,16 @@ def test_kernels_overlap_while_an_engine_with_skinny_products_is_open(
     engine_dir, _ = engine_of("ouro_gqa")
     config = EngineConfig(device="cpu", cuda_graphs="step")
     plain = EngineCore(engine_dir, config)
-    assert not overlap.allowed
+    assert overlap.rows == 0
     monkeypatch.setattr(engine_core, "settle_products", lambda *_: Products(max_skinny_rows=4))
     first, second = (EngineCore(engine_dir, config) for _ in range(2))
     for core in (plain, first):
-        assert overlap.allowed
+        assert overlap.rows == 4
         core.close()
         core.close()
-    assert overlap.allowed
+    assert overlap.rows == 4
     second.close()
-    assert not overlap.allowed
+    assert overlap.rows == 0
 
     def no_memory(*_: object) -> None:
         raise EngineError("no memory to capture a CUDA graph")
@@ -414,7 +427,7 @@ def test_kernels_overlap_while_an_engine_with_skinny_products_is_open(
     monkeypatch.setattr(StepGraphs, "capture_ahead", no_memory)
     with pytest.raises(EngineError, match="no memory"):
         EngineCore(engine_dir, config)
-    assert not overlap.allowed
+    assert overlap.rows == 0
 
 
 @pytest.mark.gpu

@@ -17,14 +17,12 @@ enum class Start {
   // later): hides launch latency behind a kernel of ours, costs some behind others (measured on an
   // H200: 0.2 us after a cuBLAS kernel). Changes no bits.
   kOverlapping,
-  // As kOverlapping where kernels_overlap says so, else as kAfterPrevious: for kernels whose
-  // neighbours may be cuBLAS's or ours.
-  kOverlappingIfAllowed,
 };
 
-inline bool isOverlapping(Start start) {
-  return start == Start::kOverlapping ||
-         (start == Start::kOverlappingIfAllowed && kernels_overlap.load(std::memory_order_relaxed));
+// For a kernel whose neighbours are products of so many rows: cuBLAS's, or, of few rows, ours.
+inline Start startBesideProducts(int64_t num_rows) {
+  return num_rows <= most_overlapping_rows.load(std::memory_order_relaxed) ? Start::kOverlapping
+                                                                           : Start::kAfterPrevious;
 }
 
 // Lets an overlapping kernel start, once every block of this one has called it or ended: worth its
@@ -38,8 +36,11 @@ __device__ __forceinline__ void letNextStart() {
 
 // Blocks until all work before this kernel is done and visible. Every thread of every kernel calls
 // it or waitForInputs(), before its first access to memory that the kernel before it may still
-// write. In place of waitForInputs() for kernels that write block tables or the KV pool, which
-// attention reads before it waits: the next kernel then starts after this one.
+// write. In place of waitForInputs() for kernels that write what decode attention reads before it
+// waits (block tables, positions, sequences' bounds and slots, the KV pool): the next kernel then
+// starts after this one, and so does whatever comes after that. The one exception is a writer whose
+// successor is known to wait before it lets another one start (attention's own: the generic kernel,
+// decode before its fold).
 __device__ __forceinline__ void waitForInputsAlone() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -57,7 +58,7 @@ cudaError_t launchKernel(void (*kernel)(Params), dim3 grid, int block, cudaStrea
                          Params const& params, size_t shared_bytes = 0,
                          Start start = Start::kAfterPrevious) {
   int major = 0;
-  if (isOverlapping(start)) {
+  if (start == Start::kOverlapping) {
     int device = 0;
     if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     if (cudaError_t error =

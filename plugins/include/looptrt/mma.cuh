@@ -60,8 +60,8 @@ __device__ __forceinline__ void copyAsync16(uint32_t shared, void const* global)
 }
 
 // The same; zeros where there is no source, which reads no memory at all: zeros that lie in memory
-// would be one place that every block asks for at once. Fetches the rest of a cache line as well: of
-// a row of 96 channels half a line is the next head's.
+// would be one place that every block asks for at once. Fetches the rest of a cache line as well:
+// of a row of 96 channels half a line is the next head's.
 __device__ __forceinline__ void copyChunkOrZero(uint32_t shared, uint4 const* source, int chunk) {
   int const bytes = source == nullptr ? 0 : 16;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared),

@@ -1,10 +1,11 @@
-// The process's choice whether kernels may start before their predecessors have ended.
+// The process's choice of which kernels may start before their predecessors have ended.
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 
 namespace looptrt {
 
-inline std::atomic<bool> kernels_overlap{false};
+inline std::atomic<int32_t> most_overlapping_rows{0};  // of a call; 0: none
 
 }  // namespace looptrt

@@ -15,14 +15,15 @@ extern "C" {
 #define LOOPTRT_API __attribute__((visibility("default")))
 
 // Raised with every change of a signature below.
-#define LOOPTRT_PLUGINS_ABI 3
+#define LOOPTRT_PLUGINS_ABI 4
 
 LOOPTRT_API int looptrt_abi_version(void);
 LOOPTRT_API char const* looptrt_last_error_text(void);
 
-// Whether norms, rope, silu-mul and compaction may start before their predecessors have ended, off
-// at first. Faster between kernels of this library, slower after cuBLAS's; changes no bits.
-LOOPTRT_API void looptrt_let_kernels_overlap(int32_t allowed);
+// Rows of the largest calls of norms, rope, silu-mul and compaction that may start before their
+// predecessors have ended, 0 at first. Faster between kernels of this library, slower after
+// cuBLAS's; changes no bits.
+LOOPTRT_API void looptrt_let_kernels_overlap(int32_t most_rows);
 
 LOOPTRT_API int looptrt_fenced_rms_norm(void* y, void const* x, void const* weight,
                                         int64_t num_tokens, int32_t hidden, float eps,
