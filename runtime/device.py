@@ -14,7 +14,9 @@ import torch
 from looptrt.errors import EngineError, LooptrtError
 from looptrt.manifest import BuildLimits, Manifest
 from looptrt.plugins import launch
+from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.executor.device_memory import cuda_runtime
+from looptrt.runtime.pool_size import graph_shapes
 
 AUTO = "auto"
 CPU = torch.device("cpu")
@@ -53,19 +55,35 @@ def why_no_gpu(index: int = 0) -> str | None:
     return _no_gpu(index) or _no_kernels(index)
 
 
-def free_beside_scratch(device: torch.device, manifest: Manifest, limits: BuildLimits) -> int:
-    """Free memory of a GPU beside the scratch memory of the largest attention call."""
+def free_beside_scratch(
+    device: torch.device, manifest: Manifest, config: EngineConfig, limits: BuildLimits
+) -> int:
+    """Free memory of a GPU beside the scratch memory of attention; see `scratch_bytes`."""
+    scratch = scratch_bytes(manifest, config, limits)
+    return max(0, torch.cuda.mem_get_info(device)[0] - scratch)
+
+
+def scratch_bytes(manifest: Manifest, config: EngineConfig, limits: BuildLimits) -> int:
+    """Scratch memory of attention: of the largest step, and once more of the largest graph.
+
+    Graphs have a memory pool of their own, and may run more rows and sequences than a step has;
+    so does their work when it runs before it is captured.
+    """
     spec, layout = manifest.spec, manifest.layout
     num_pages = layout.num_pages(limits.max_seq_len)
-    scratch = launch.attention_workspace_bytes(
-        limits.max_num_tokens,
-        limits.max_batch_size,
-        num_pages,
-        (spec.num_heads, spec.num_kv_heads, spec.head_dim),
-        layout.page_size,
-        getattr(torch, manifest.dtype),
-    )
-    return max(0, torch.cuda.mem_get_info(device)[0] - scratch)
+    heads = spec.num_heads, spec.num_kv_heads, spec.head_dim
+    dtype = getattr(torch, manifest.dtype)
+
+    def of_call(rows: int, seqs: int) -> int:
+        return launch.attention_workspace_bytes(
+            rows, seqs, num_pages, heads, layout.page_size, dtype
+        )
+
+    of_step = of_call(limits.max_num_tokens, limits.max_batch_size)
+    if config.cuda_graphs == "off":
+        return of_step
+    of_graph = max(of_call(shape.rows, shape.seqs) for shape in graph_shapes(config, limits))
+    return max(of_step, of_graph) + of_graph
 
 
 def _no_gpu(index: int) -> str | None:

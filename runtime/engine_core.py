@@ -53,6 +53,7 @@ class EngineCore:
     Attributes:
         manifest: of the directory, with the noise mode that runs.
         device: where it runs.
+        products: how its matrix products are computed.
         executor: of its steps.
         scheduler: of its requests.
 
@@ -63,8 +64,8 @@ class EngineCore:
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         built = Manifest.load(engine_dir)
-        backend = built.backend if config.backend == "auto" else config.backend
-        self.manifest = _with_noise(built, config.noise, backend)
+        backend = _backend(built, config)
+        self.manifest = checked(built, config)
         self.device = device = _device(config, backend)
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
@@ -90,7 +91,8 @@ class EngineCore:
                     settle_kernels(self.manifest, config, device) if is_fused else unfused.EXACT
                 )
                 limits = config.limits(self.manifest)
-                free_bytes = free_beside_scratch(device, self.manifest, limits)
+                free_bytes = free_beside_scratch(device, self.manifest, config, limits)
+        self.products = products
         scheduler_config = _scheduler_config(self.manifest, config, free_bytes)
         self.executor = make_executor(
             engine_dir,
@@ -113,6 +115,7 @@ class EngineCore:
             raise
         self._looks_ahead = config.look_ahead
         self._in_flight: deque[tuple[StepPlan, Callable[[], StepResult]]] = deque()
+        self._is_closed = False
 
     def add_request(self, request: Request) -> None:
         """Queue a request.
@@ -139,7 +142,12 @@ class EngineCore:
 
         Returns:
             The finished step's tokens and the requests it ended.
+
+        Raises:
+            EngineError: the engine was closed, or cannot go on.
         """
+        if self._is_closed:
+            raise EngineError("the engine was shut down")
         if not self._in_flight:
             self._submit(self.scheduler.schedule())
         if not self._in_flight:
@@ -168,8 +176,10 @@ class EngineCore:
         }
 
     def close(self) -> None:
-        """Release device memory; the engine cannot be used again."""
+        """Release device memory, that of a step in flight too; the engine cannot be used again."""
+        self._is_closed = True
         self.executor.close()
+        self._in_flight.clear()
 
 
 def _resident_bytes() -> int:
@@ -194,6 +204,42 @@ def _device(config: EngineConfig, backend: str) -> torch.device:
             "backend pytorch runs the same model on the CPU"
         )
     return device
+
+
+def _backend(built: Manifest, config: EngineConfig) -> str:
+    return built.backend if config.backend == "auto" else config.backend
+
+
+def checked(built: Manifest, config: EngineConfig) -> Manifest:
+    """The manifest as it runs, where all settings but those about the machine fit it.
+
+    Args:
+        built: of the engine directory.
+        config: what was asked.
+
+    Raises:
+        EngineError: a setting does not fit the engine; names it and why.
+    """
+    manifest = _with_noise(built, config.noise, _backend(built, config))
+    config.limits(manifest)
+    _check_prefixes(manifest, config)
+    _check_speculation(manifest, config)
+    is_drawn = manifest.spec.initial_state is InitialState.RANDOM
+    is_drawn &= manifest.noise_mode is NoiseMode.SEQUENTIAL
+    if is_drawn and config.cuda_graphs in ("step", "loop"):
+        raise EngineError(
+            f"cuda_graphs: expected auto or off, got {config.cuda_graphs}: noise "
+            f"{manifest.noise_mode} is drawn on the host, which no graph can be part of"
+        )
+    return manifest
+
+
+def is_recomputable(manifest: Manifest) -> bool:
+    """Whether KV is the same however often and in whatever chunks it is computed.
+
+    The prefix cache, preemption and speculation rest on it.
+    """
+    return not manifest.layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION
 
 
 def _with_noise(manifest: Manifest, asked: str | None, backend: str) -> Manifest:
@@ -238,19 +284,7 @@ def cache_identity(manifest: Manifest) -> CacheIdentity:
 def _scheduler_config(
     manifest: Manifest, config: EngineConfig, free_bytes: int | None
 ) -> SchedulerConfig:
-    limits, layout = config.limits(manifest), manifest.layout
-    recomputable = not layout.strategy.overwrites and manifest.noise_mode is NoiseMode.POSITION
-    if not recomputable and (config.prefix_grid is not None or config.prefix_depth != "exact"):
-        raise EngineError(
-            f"prefix_grid, prefix_depth: kv_planes {layout.strategy.name} with noise "
-            f"{manifest.noise_mode} has no prefix cache; leave both at their defaults"
-        )
-    if config.prefix_grid is not None and config.prefix_grid % layout.page_size:
-        raise EngineError(
-            f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
-            f"got {config.prefix_grid}"
-        )
-    _check_speculation(manifest, config, recomputable)
+    limits = config.limits(manifest)
     return SchedulerConfig(
         max_batch_size=limits.max_batch_size,
         max_num_tokens=limits.max_num_tokens,
@@ -260,18 +294,33 @@ def _scheduler_config(
         enable_prefix_cache=config.enable_prefix_cache,
         prefix_at_least=config.prefix_depth == "at_least",
         prefix_grid=config.prefix_grid,
-        recomputable=recomputable,
+        recomputable=is_recomputable(manifest),
         packed_prefill=config.packed_prefill,
         prefill_share=config.prefill_share,
         draft_loops=config.speculative_loops,
     )
 
 
-def _check_speculation(manifest: Manifest, config: EngineConfig, recomputable: bool) -> None:
+def _check_prefixes(manifest: Manifest, config: EngineConfig) -> None:
+    layout, is_asked = manifest.layout, config.prefix_grid is not None
+    is_asked |= config.prefix_depth != "exact"
+    if is_asked and not is_recomputable(manifest):
+        raise EngineError(
+            f"prefix_grid, prefix_depth: kv_planes {layout.strategy.name} with noise "
+            f"{manifest.noise_mode} has no prefix cache; leave both at their defaults"
+        )
+    if config.prefix_grid is not None and config.prefix_grid % layout.page_size:
+        raise EngineError(
+            f"prefix_grid: expected a multiple of {layout.page_size} tokens per block, "
+            f"got {config.prefix_grid}"
+        )
+
+
+def _check_speculation(manifest: Manifest, config: EngineConfig) -> None:
     loops, layout = config.speculative_loops, manifest.layout
     if loops is None:
         return
-    if not recomputable:
+    if not is_recomputable(manifest):
         raise EngineError(
             f"speculative_loops: a guess would overwrite what kv_planes {layout.strategy.name} "
             f"with noise {manifest.noise_mode} cannot compute again; leave it at its default"

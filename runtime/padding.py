@@ -27,6 +27,8 @@ PACKED_SIZES: tuple[int, ...] = (
     *(1280, 1536, 2048, 2560, 3072, 4096, 5120, 6144, MAX_GRAPH_ROWS),
 )
 SEQ_SIZES: tuple[int, ...] = (9, 33, 129, 513, 2049)  # the filling one included
+# Sequences of a decode step, hence of any step that is a graph.
+MAX_DECODE_SEQS = SIZES[-1]
 # Rows of one loop.
 LOOP_SIZES: tuple[int, ...] = (*SIZES, *(rows for rows in PACKED_SIZES if rows > SIZES[-1]))
 
@@ -72,7 +74,7 @@ def step_shape(plan: StepPlan, *, shrinks: bool, max_slots: int) -> StepShape | 
         rows = size_for(plan.num_rows)
         return None if rows is None else StepShape(rows, rows, rows)
     rows = size_for(plan.num_rows, PACKED_SIZES)
-    if rows is None or num_seqs > SIZES[-1]:
+    if rows is None or num_seqs > MAX_DECODE_SEQS:
         return None
     fewest = _fewest_seqs(rows, max_slots)
     seqs = size_for(max(num_seqs + 1, len(plan.logit_rows), fewest), SEQ_SIZES)
@@ -84,14 +86,14 @@ def usual_shapes(max_slots: int, max_rows: int) -> list[StepShape]:
 
     Those of most use first: steps of one row a sequence, then others, the smaller ones first.
     """
-    largest = size_for(min(max_slots, max_rows)) or SIZES[-1]
+    largest = size_for(min(max_slots, max_rows)) or MAX_DECODE_SEQS
     decodes = [StepShape(rows, rows, rows) for rows in SIZES if rows <= largest]
     packed = [
         StepShape(rows, seqs, seqs)
         for rows in PACKED_SIZES
         if rows <= max_rows
         for seqs in _between(
-            _fewest_seqs(rows, max_slots), min(max_slots, rows, SIZES[-1]) + 1, SEQ_SIZES
+            _fewest_seqs(rows, max_slots), min(max_slots, rows, MAX_DECODE_SEQS) + 1, SEQ_SIZES
         )
     ]
     return decodes + packed
@@ -102,7 +104,7 @@ def _fewest_seqs(rows: int, max_slots: int) -> int:
 
     Above `SIZES` all that there can be: beside so many rows they cost little, a graph more does.
     """
-    return 0 if rows <= SIZES[-1] else min(max_slots, SIZES[-1]) + 1
+    return 0 if rows <= MAX_DECODE_SEQS else min(max_slots, MAX_DECODE_SEQS) + 1
 
 
 def _between(low: int, high: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

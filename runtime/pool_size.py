@@ -12,13 +12,15 @@ from looptrt.errors import EngineError
 from looptrt.kv_layout import DTYPE_BYTES
 from looptrt.manifest import WEIGHTS_NAME, BuildLimits, Manifest
 from looptrt.runtime.config import EngineConfig
-from looptrt.runtime.padding import graph_rows
+from looptrt.runtime.executor.graph_cache import graphs_kept
+from looptrt.runtime.padding import StepShape, graph_rows, usual_shapes
 
 _DEFAULT_HOST_BYTES = 1 << 30
 # The books about units are host memory; only units of tiny models reach this.
 _MOST_DEFAULT_UNITS = 1 << 20
-# CUDA's context grows by loaded kernels and cuBLAS's workspaces, and as much by graphs.
+# CUDA's context grows by loaded kernels and cuBLAS's workspaces, and by every graph.
 _CUDA_BYTES = 256 << 20
+_GRAPH_BYTES = 4 << 20
 
 
 def pool_units(
@@ -75,9 +77,19 @@ def step_bytes(manifest: Manifest, config: EngineConfig, limits: BuildLimits) ->
     spec, width = manifest.spec, DTYPE_BYTES[manifest.dtype]
     row = 8 * spec.hidden_size + 2 * spec.qkv_size + 3 * spec.intermediate_size
     sample = (width + 2 * DTYPE_BYTES[manifest.logits_dtype]) * spec.vocab_size
-    # Graphs keep the memory of the largest of them beside that of steps without a graph.
-    num_rows = limits.max_num_tokens + graph_rows(min(limits.max_num_tokens, config.max_graph_rows))
-    return 2 * _CUDA_BYTES + num_rows * row * width + 2 * limits.max_batch_size * sample
+    # Graphs keep the memory of the largest of them beside that of steps without a graph, which a
+    # captured step is at first.
+    shapes = graph_shapes(config, limits)
+    most = max(shape.rows for shape in shapes)
+    num_rows = max(limits.max_num_tokens, most) + most
+    context = _CUDA_BYTES + graphs_kept(len(shapes)) * _GRAPH_BYTES
+    return context + num_rows * row * width + 2 * limits.max_batch_size * sample
+
+
+def graph_shapes(config: EngineConfig, limits: BuildLimits) -> list[StepShape]:
+    """Shapes of the usual steps that are graphs, if the engine has graphs."""
+    most = graph_rows(min(limits.max_num_tokens, config.max_graph_rows))
+    return usual_shapes(limits.max_batch_size, most)
 
 
 def _left(

@@ -40,7 +40,11 @@ class Change:
         off_kv_layout: how the pool is reckoned without the change.
         shares_prompts: whether it shows only where prompts begin alike.
         gpu_only: whether an engine on the CPU lacks it, or what it is said to preserve.
+        needs_graphs: values of `cuda_graphs` with which it shows; empty for all.
         needs_noise: whether it is about random initial states, which other models do not have.
+        needs_recomputing: whether it needs KV that can be computed again (`is_recomputable`).
+        few_rows: whether it is about steps of as few rows as our own products take, and would
+            not show where more requests run at once.
     """
 
     name: str
@@ -53,7 +57,15 @@ class Change:
     off_kv_layout: KvLayout = KvLayout.UNITS
     shares_prompts: bool = False
     gpu_only: bool = False
+    needs_graphs: tuple[str, ...] = ()
     needs_noise: bool = False
+    needs_recomputing: bool = False
+    few_rows: bool = False
+
+    @property
+    def halves_loops(self) -> bool:
+        """Whether `HALF_LOOPS` is in it."""
+        return HALF_LOOPS in (*self.on.values(), *self.on_request.values())
 
     @property
     def is_default(self) -> bool:
@@ -117,6 +129,7 @@ CHANGES = (
         "every row's operations; a batch is padded to the rows of its graph",
         off={"cuda_graphs": "off"},
         gpu_only=True,
+        needs_graphs=("auto", "step", "loop"),
     ),
     Change(
         "scheduling ahead",
@@ -124,6 +137,7 @@ CHANGES = (
         "every row's operations; an answer that ended has one more row, a prompt may wait a step",
         off={"look_ahead": False},
         gpu_only=True,
+        needs_graphs=("auto", "step"),  # whole steps
     ),
     Change(
         "packed prefill",
@@ -143,12 +157,14 @@ CHANGES = (
         "every row's operations; a hit's prompt has fewer rows",
         off={"enable_prefix_cache": False},
         shares_prompts=True,
+        needs_recomputing=True,
     ),
     Change(
         "speculation",
         Rung.R1,
         "every row's operations; guesses at half of the loops are verified in wider batches",
         on={"speculative_loops": HALF_LOOPS},
+        needs_recomputing=True,
     ),
     Change(
         "position-keyed noise",
@@ -157,6 +173,7 @@ CHANGES = (
         # What needs it goes with it.
         off={
             "noise": "sequential",
+            "cuda_graphs": "auto",
             "enable_prefix_cache": False,
             "prefix_grid": None,
             "prefix_depth": "exact",
@@ -170,6 +187,7 @@ CHANGES = (
         "products up to rounding: float32 sums in another order than cuBLAS's",
         off={"skinny_linear_rows": 0},
         gpu_only=True,
+        few_rows=True,
     ),
     Change(
         "shallow prompt",

@@ -16,16 +16,16 @@ from typing import Any
 from looptrt.bench import results
 from looptrt.bench.arms import DEFAULT, Arm, KvLayout, all_layers_bytes
 from looptrt.bench.changes import CHANGES, Change, Rung
+from looptrt.bench.left_out import reasons, sentences
 from looptrt.bench.offline import Answers, Engine, offline
 from looptrt.bench.runs import Prompt, Record
 from looptrt.bench.setup import Repeats, Setup, interleave
 from looptrt.bench.statistics import PairedDifference, medians
 from looptrt.bench.workload import Question, random_prompts
 from looptrt.errors import EngineError
-from looptrt.loop_spec import InitialState, NoiseMode
-from looptrt.manifest import TENSORRT_BACKENDS, Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.request import FinishReason
+from looptrt.runtime.sampling_params import SamplingParams
 
 _QUALITY_BATCH = 512
 _POOLS_SHARE = 0.4  # each of two engines, of what is free when the first one starts
@@ -86,24 +86,16 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
         config = dataclasses.replace(config, kv_cache_free_gpu_memory_fraction=_POOLS_SHARE)
     with offline(setup.engine_dir, config, in_process=setup.in_process) as default:
         _check_room(config, default, ladder)
-        backend = default.manifest.backend if config.backend == "auto" else config.backend
-        is_compiled = backend in TENSORRT_BACKENDS
-        has_own_kernels = default.on_gpu and not is_compiled
-        has_own_noise = _draws_by_position(default.manifest) and not is_compiled
-        needs_gpu = [one for one in ladder.changes if one.gpu_only and not has_own_kernels]
-        needs_noise = [one for one in ladder.changes if one.needs_noise and not has_own_noise]
-        left_out = [*needs_gpu, *needs_noise]
-        changes = [one for one in ladder.changes if one not in left_out]
+        loops = setup.params.loops or default.manifest.layout.max_loops
+        left_out = reasons(ladder.changes, loops, default, config, setup.params)
+        changes = [one for one in ladder.changes if one.name not in left_out]
         if not changes:
-            raise EngineError(
-                f"{', '.join(_names(left_out))}: there is nothing to compare where an engine runs "
-                "on a CPU, as a TensorRT engine, or without position-keyed noise"
-            )
+            raise EngineError(f"ladder: there is nothing to compare. {sentences(left_out)}")
         runs = len(ladder.concurrency) * 2 * (setup.repeats + 1)
         total = len(changes) * (runs + 2 * bool(ladder.questions))
         rows = {}
         for change in changes:
-            arms = change.arms(setup.params.loops or default.manifest.layout.max_loops)
+            arms = change.arms(loops)
             with _engines(setup, config, default, arms) as engines:
                 rows[change.name] = _Comparison(setup, ladder, change, arms, engines, total).row()
         return results.result(
@@ -113,18 +105,8 @@ def measure(setup: Setup, ladder: Ladder) -> dict[str, Any]:
             workload={**ladder.to_json(), "repeats": setup.repeats, "seed": setup.seed},
             commit=setup.commit,
             arms=rows,
-            needs_gpu=_names(needs_gpu),
-            needs_noise=_names(needs_noise),
+            left_out=left_out,
         )
-
-
-def _names(changes: Sequence[Change]) -> list[str]:
-    return [change.name for change in changes]
-
-
-def _draws_by_position(manifest: Manifest) -> bool:
-    is_random = manifest.spec.initial_state is InitialState.RANDOM
-    return is_random and manifest.noise_mode is NoiseMode.POSITION
 
 
 def _check_room(config: EngineConfig, engine: Engine, ladder: Ladder) -> None:
@@ -176,6 +158,7 @@ class _Comparison:
             "is_default": change.is_default,
             "with": with_arm.to_json(),
             "without": without.to_json(),
+            "most_at_once": self._most_at_once,
             "cells": [self._cell(count) for count in ladder.concurrency],
         }
         if change.rung is Rung.R0:
@@ -218,7 +201,26 @@ class _Comparison:
             for index in range(count)
         ]
         prompts = self._prompts(engine.manifest.spec.vocab_size, count, repeat)
-        return engine.answer(prompts, params, setup.deadline_s)
+        return self._asked(engine, prompts, params)
+
+    @property
+    def _most_at_once(self) -> int | None:
+        """Requests at once beyond which the change would not show; None where it always does."""
+        if not self.change.few_rows:
+            return None
+        return max(engine.skinny_rows for engine in self.engines.values())
+
+    def _asked(
+        self, engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> Answers:
+        """Answers to all prompts; where they are too many at once, group by group."""
+        size, left_s = self._most_at_once or len(prompts), self.setup.deadline_s
+        groups: list[Answers] = []
+        for begin in range(0, len(prompts), size):
+            group = slice(begin, begin + size)
+            groups.append(engine.answer(prompts[group], params[group], left_s))
+            left_s = max(0.0, left_s - groups[-1].run.wall_s)
+        return Answers.one_after_the_other(groups)
 
     def _prompts(self, vocab_size: int, count: int, repeat: int) -> list[Prompt]:
         """Random prompts; half of each is everyone's where the change is about sharing."""
@@ -268,7 +270,7 @@ class _Comparison:
                 for index in range(len(batch))
             ]
             prompts: list[Prompt] = [question.prompt for question in batch]
-            records += engine.answer(prompts, params, setup.deadline_s).run.records
+            records += self._asked(engine, prompts, params).run.records
         return records
 
 
@@ -316,16 +318,13 @@ def markdown(result: Mapping[str, Any]) -> str:
         "before the first step. Throughput: with the change over without it.\n\n"
     )
     table = head + results.markdown_table(headers, lines)
-    return f"{table}\n{note}\n" if (note := not_compared(result)) else table
-
-
-def not_compared(result: Mapping[str, Any]) -> str:
-    """Which changes a ladder left out and why, in sentences; empty where it left out none."""
-    is_compiled = result["engine"]["backend"] in TENSORRT_BACKENDS
-    why_gpu = "as TensorRT has compiled its own" if is_compiled else "for want of a GPU"
-    why_noise = "for want of position-keyed noise that can be switched off"
-    left_out = ((why_gpu, result["needs_gpu"]), (why_noise, result["needs_noise"]))
-    return " ".join(f"Not compared, {why}: {', '.join(names)}." for why, names in left_out if names)
+    notes = [
+        f"{name}: at most {row['most_at_once']} requests at once, the next ones after them."
+        for name, row in rows.items()
+        if row["most_at_once"] is not None
+    ]
+    notes += [sentences(result["left_out"])] * bool(result["left_out"])
+    return f"{table}\n{' '.join(notes)}\n" if notes else table
 
 
 def _ratio(value: float | None) -> str:

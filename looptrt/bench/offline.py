@@ -10,9 +10,10 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +40,16 @@ class Answers:
     run: Run
     counters: Mapping[str, int | float]
 
+    @staticmethod
+    def one_after_the_other(parts: Sequence[Answers]) -> Answers:
+        """Runs of one engine as one run, their requests in order."""
+        records = [record for part in parts for record in part.run.records]
+        counters: Counter[str] = Counter()
+        for part in parts:
+            counters.update(part.counters)
+        ordered = tuple(replace(record, index=index) for index, record in enumerate(records))
+        return Answers(Run(ordered, sum(part.run.wall_s for part in parts)), counters)
+
 
 class Engine(Protocol):
     """What the ladder needs, wherever it runs."""
@@ -54,6 +65,14 @@ class Engine(Protocol):
     @property
     def on_gpu(self) -> bool:
         """Whether it runs on a GPU."""
+
+    @property
+    def graphs(self) -> str:
+        """Its `cuda_graphs`; `off` where it has none, whatever was asked."""
+
+    @property
+    def skinny_rows(self) -> int:
+        """Rows up to which its matrix products are our own kernel's; 0 where none are."""
 
     def answer(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], deadline_s: float
@@ -77,6 +96,8 @@ class OfflineEngine:
         self.manifest = self._core.manifest
         self.num_units = int(self._core.stats()["num_units"])
         self.on_gpu = self._core.device.type == "cuda"
+        self.graphs = config.cuda_graphs if "graph_captures" in self._core.stats() else "off"
+        self.skinny_rows = self._core.products.max_skinny_rows
         self._tokenizer = Tokenizer.of_engine(engine_dir)
         self._admission = Admission(
             manifest=self.manifest,
@@ -178,7 +199,8 @@ class OfflineProcess:
         self._process.start()
         theirs.close()
         try:
-            manifest, self.num_units, self.on_gpu = self._receive(config.start_timeout_s)
+            manifest, *facts = self._receive(config.start_timeout_s)
+            self.num_units, self.on_gpu, self.graphs, self.skinny_rows = facts
         except BaseException:
             self.close()
             raise
@@ -225,7 +247,8 @@ def _serve(
         connection.send(str(error))
         return
     try:
-        connection.send((engine.manifest.to_json(), engine.num_units, engine.on_gpu))
+        facts = engine.num_units, engine.on_gpu, engine.graphs, engine.skinny_rows
+        connection.send((engine.manifest.to_json(), *facts))
         while True:
             connection.send(engine.answer(*connection.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):

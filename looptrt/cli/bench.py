@@ -205,11 +205,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _finish_ladder(args: argparse.Namespace, result: Mapping[str, Any]) -> int:
     """Write the table, and tell which changes broke their rung; returns how many."""
-    from looptrt.bench.ladder import broken_promises, markdown, not_compared  # noqa: PLC0415
+    from looptrt.bench.ladder import broken_promises, markdown  # noqa: PLC0415
+    from looptrt.bench.left_out import sentences  # noqa: PLC0415
 
     if args.markdown is not None:
         args.markdown.write_text(markdown(result), encoding="utf-8")
-    if note := not_compared(result):
+    if note := sentences(result["left_out"]):
         make_console().print(note)
     broken = broken_promises(result)
     for name in broken:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +21,10 @@ from numpy.typing import NDArray
 
 from looptrt.errors import InvariantError
 from looptrt.runtime.executor.device_memory import MappedMemory
+from looptrt.runtime.executor.graph_cache import memory_for
 
 Fields = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+_Kinds = Mapping[str, tuple[np.dtype[Any], tuple[int, ...]]]
 
 _NUM_SLOTS = 2  # the turn is one bit
 _ALIGNMENT = 16
@@ -32,7 +35,7 @@ class Arena:
     """The inputs of one shape of work, and its result.
 
     For each run: `fill`, then work that begins with `load` and may end with `store`, enqueued
-    on the current stream once, as a graph or not, then `submitted`.
+    on the device's current stream once, as a graph or not, then `submitted`.
 
     Args:
         fields: dtype and shape of the inputs by name.
@@ -43,7 +46,7 @@ class Arena:
         tensors: the inputs by name, on the device; those of the run after its `load`.
 
     Raises:
-        EngineError: the host has no memory for it.
+        EngineError: the host or the device has no memory for it; has the numbers.
     """
 
     def __init__(self, fields: Fields, result_shape: tuple[int, ...], device: torch.device) -> None:
@@ -65,11 +68,13 @@ class Arena:
             self._slots.append(_Slot(_views(inputs, places, fields), given[number]))
         self._inputs_there = there[:results].view(torch.int64).view(_NUM_SLOTS, -1)
         self._results_there = there[results:].view(torch.int32).view(_NUM_SLOTS, *result_shape)
-        self._loaded = torch.zeros(1, slot_bytes // 8, dtype=torch.int64, device=device)
+        with memory_for("the inputs of steps", device):
+            self._loaded = torch.zeros(1, slot_bytes // 8, dtype=torch.int64, device=device)
+            self._turn_there = torch.zeros(1, dtype=torch.int64, device=device)
         self._number = self._loaded[0, :1]
         self.tensors = _views(self._loaded[0].view(torch.uint8), places, fields)
+        self._kinds = _kinds(self._slots[0].arrays)
         self._turn = 0
-        self._turn_there = torch.zeros(1, dtype=torch.int64, device=device)
         self._is_filled = False
 
     # ---- on the host, once a run
@@ -78,8 +83,15 @@ class Arena:
         """Write the inputs of the next run; waits for the last but one if that is not done.
 
         Args:
-            arrays: of the fields' shapes, one for every field.
+            arrays: of the fields' dtypes and shapes, one for every field.
+
+        Raises:
+            InvariantError: they are others, which assignment would cast or spread; nothing was
+                written.
         """
+        kinds = _kinds(arrays)
+        if kinds != self._kinds:
+            raise InvariantError(f"inputs of a step: {_first_difference(self._kinds, kinds)}")
         if self._is_filled:  # the run before failed, before its turn on the GPU or after it
             torch.cuda.synchronize(self._device)
             self.start_over()
@@ -99,7 +111,8 @@ class Arena:
         """
         slot = self._slots[self._turn]
         run = slot.num_runs
-        slot.done.record()
+        # Without a stream it would be the current device's, which may be another one.
+        slot.done.record(torch.cuda.current_stream(self._device))
         slot.is_running = True
         self._turn ^= 1
         self._is_filled = False
@@ -143,6 +156,15 @@ class _Slot:
 
 def _event() -> torch.cuda.Event:
     return torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+
+def _kinds(arrays: Mapping[str, np.ndarray]) -> _Kinds:
+    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
+
+
+def _first_difference(expected: _Kinds, got: _Kinds) -> str:
+    name = next(name for name in {**expected, **got} if expected.get(name) != got.get(name))
+    return f"{name}: expected {expected.get(name)}, got {got.get(name)}"
 
 
 def _aligned(num_bytes: int, alignment: int) -> int:

@@ -2,8 +2,8 @@
 
 Owns the KV pool in device memory, the transfers of a step and which way it runs; leaves
 the order of a step to `Executor`, phases to `TorchExecutor` and graphs to `StepGraphs`. Invariant:
-everything runs on torch's current stream, and nothing waits for the GPU but the sampler's result
-and host memory that a step still reads.
+everything runs on torch's current stream of its own GPU, which need not be the current one, and
+nothing waits for the GPU but the sampler's result and host memory that a step still reads.
 
 A step whose rows all run the same loops is one graph from the table updates to the sampled
 tokens; where requests read their logits it leaves those too, and the host finishes their rows.
@@ -14,6 +14,7 @@ kernel.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from looptrt.errors import EngineError
 from looptrt.loop_spec import InitialState, NoiseMode
 from looptrt.manifest import Manifest
 from looptrt.plugins import launch
@@ -31,12 +33,14 @@ from looptrt.runtime.config import CudaGraphs
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import CudaSampler
 from looptrt.runtime.executor.device_memory import DeviceMemory
-from looptrt.runtime.executor.graph_cache import no_memory
+from looptrt.runtime.executor.graph_cache import memory_for
 from looptrt.runtime.executor.staging import Staging
 from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.executor.torch import TorchExecutor
 from looptrt.runtime.padding import StepShape
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult
+
+_logger = logging.getLogger(__name__)
 
 
 class CudaExecutor(TorchExecutor):
@@ -96,12 +100,15 @@ class CudaExecutor(TorchExecutor):
     def use_graphs(self, mode: CudaGraphs, max_rows: int) -> None:
         """See `Executor.use_graphs`; captures the steps that are sure to come."""
         manifest = self.manifest
-        # A state drawn on the CPU comes as a tensor of its own, which no graph holds.
-        on_host = manifest.noise_mode is NoiseMode.SEQUENTIAL
-        on_host |= "position_keyed_noise" in self._model.prelude.operators.unfused
-        if mode == "off" or (on_host and manifest.spec.initial_state is InitialState.RANDOM):
+        if mode == "off":
             return
-        try:
+        if manifest.spec.initial_state is InitialState.RANDOM and (reason := self._why_on_host()):
+            # A state drawn on the CPU comes as a tensor of its own, which no graph holds.
+            if mode != "auto":
+                raise EngineError(f"cuda_graphs: expected auto or off, got {mode}: {reason}")
+            _logger.info("cuda_graphs auto: no step is a CUDA graph: %s", reason)
+            return
+        with memory_for("what CUDA graphs read and write", self.device):
             self._graphs = StepGraphs(
                 self._model,
                 manifest.layout,
@@ -113,9 +120,15 @@ class CudaExecutor(TorchExecutor):
                 logits_dtype=getattr(torch, manifest.logits_dtype),
                 whole_steps=mode != "loop",
             )
-        except torch.OutOfMemoryError as error:
-            raise no_memory("for what CUDA graphs read and write", self.device) from error
-        self._graphs.capture_ahead(self._max_slots)
+            self._graphs.capture_ahead()
+
+    def _why_on_host(self) -> str | None:
+        """Why a random initial state is drawn on the CPU; None if it is not."""
+        if self.manifest.noise_mode is NoiseMode.SEQUENTIAL:
+            return f"noise {self.manifest.noise_mode} is drawn on the host"
+        if "position_keyed_noise" in self._model.prelude.operators.unfused:
+            return "the kernel position_keyed_noise failed its check, so noise is drawn on the host"
+        return None
 
     def allocate_pool(self, num_bytes: int) -> torch.Tensor:
         """One cudaMalloc; its content is whatever the memory held."""

@@ -19,7 +19,9 @@ import torch
 
 from looptrt.errors import EngineError
 
-MAX_GRAPHS = 64
+_LEAST_KEPT = 64
+# Of other depths, of steps whose logits are read, of preludes and loops.
+_UNUSUAL_KEPT = 16
 
 
 @dataclass
@@ -41,13 +43,27 @@ class GraphCounters:
     capture_s: float = 0.0
 
 
-def no_memory(what: str, device: torch.device) -> EngineError:
-    """An error that says for what of the graphs there is no memory, and the numbers."""
-    free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-    return EngineError(
-        f"no memory {what}: {free_bytes} of {total_bytes} bytes are free; lower "
-        "kv_cache_free_gpu_memory_fraction or kv_cache_bytes, or set cuda_graphs to off"
-    )
+def graphs_kept(num_usual: int) -> int:
+    """Graphs to keep at a time where so many are usual: all of those, and room for others."""
+    return max(_LEAST_KEPT, num_usual + _UNUSUAL_KEPT)
+
+
+@contextmanager
+def memory_for(what: str, device: torch.device) -> Iterator[None]:
+    """What torch finds no memory for inside, graphs or what they need, is one clear error.
+
+    Raises:
+        EngineError: there is no memory for it; has the numbers.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        raise EngineError(
+            f"no memory for {what}: {free_bytes} of {total_bytes} bytes are free; lower "
+            "kv_cache_free_gpu_memory_fraction, kv_cache_bytes or max_graph_rows, or set "
+            "cuda_graphs to off"
+        ) from error
 
 
 class _CollectorPause:
@@ -97,7 +113,7 @@ class GraphCache:
         max_graphs: graphs kept at a time.
     """
 
-    def __init__(self, device: torch.device, max_graphs: int = MAX_GRAPHS) -> None:
+    def __init__(self, device: torch.device, max_graphs: int = _LEAST_KEPT) -> None:
         self.counters = GraphCounters()
         self._device = device
         self._max_graphs = max_graphs
@@ -107,7 +123,7 @@ class GraphCache:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do the work on the current stream, by its graph if it has one.
+        """Do the work on the device's current stream, by its graph if it has one.
 
         The first time a key is seen its work runs without a graph, the second time it is
         captured as well: work that comes once costs no capture.
@@ -118,7 +134,7 @@ class GraphCache:
                 for nothing.
 
         Raises:
-            EngineError: a capture failed; has the memory's numbers.
+            EngineError: there is no memory for it or its capture; has the numbers.
         """
         graph = self._graphs.get(key)
         if graph is not None:
@@ -132,7 +148,8 @@ class GraphCache:
             if len(self._seen) > 16 * self._max_graphs:
                 self._seen.popitem(last=False)
             self.counters.eager_steps += 1
-            work()
+            with memory_for(f"the first run of {key}", self._device):
+                work()
 
     def capture(self, key: Hashable, work: Callable[[], None]) -> None:
         """Do the work once, so that all it loads is there, and capture it as a graph.
@@ -142,7 +159,8 @@ class GraphCache:
         """
         begin = time.monotonic()
         graph = torch.cuda.CUDAGraph()
-        try:
+        # torch waits for the current device before a capture, whichever the stream's is.
+        with memory_for(f"a CUDA graph of {key}", self._device), torch.cuda.device(self._device):
             work()
             with (
                 collector_paused(),
@@ -151,8 +169,6 @@ class GraphCache:
                 ),
             ):
                 work()
-        except torch.OutOfMemoryError as error:
-            raise no_memory(f"to capture a CUDA graph of {key}", self._device) from error
         while len(self._graphs) >= self._max_graphs:
             self._graphs.popitem(last=False)
             self.counters.evictions += 1

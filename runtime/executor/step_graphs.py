@@ -23,7 +23,7 @@ from looptrt.runtime.batch import LoopRows
 from looptrt.runtime.executor.arena import Arena
 from looptrt.runtime.executor.base import Tensors
 from looptrt.runtime.executor.cuda_sampler import COLUMNS, CudaSampler
-from looptrt.runtime.executor.graph_cache import MAX_GRAPHS, GraphCache
+from looptrt.runtime.executor.graph_cache import GraphCache, graphs_kept
 from looptrt.runtime.padding import (
     LOOP_SIZES,
     StepShape,
@@ -80,7 +80,8 @@ class StepGraphs:
         self._max_seq_len = max_seq_len
         self._device = table.device
         self._max_rows = graph_rows(max_rows)
-        self.cache = GraphCache(self._device)
+        self._usual = usual_shapes(null_slot, self._max_rows)
+        self.cache = GraphCache(self._device, graphs_kept(len(self._usual)))
         planes = range(layout.num_planes)
         self._planes = [
             torch.tensor([plane], dtype=torch.int32, device=self._device) for plane in planes
@@ -96,7 +97,7 @@ class StepGraphs:
         # By slot, so that a step can run before the host has seen the tokens of the one before.
         self._newest = torch.zeros(null_slot + 1, dtype=torch.int32, device=self._device)
         # Of whole steps with a request that reads them; by row, then token.
-        sizes = [shape.samples for shape in usual_shapes(null_slot, self._max_rows)]
+        sizes = [shape.samples for shape in self._usual]
         kept = max(size for size in sizes if size <= _MAX_READ_SAMPLES) if whole_steps else 0
         vocab = kept, model.spec.vocab_size
         self._logits = torch.zeros(vocab, dtype=logits_dtype, device=self._device)
@@ -145,14 +146,14 @@ class StepGraphs:
 
         return result
 
-    def capture_ahead(self, max_slots: int) -> None:
-        """Capture the usual steps of up to `max_slots` requests that ask for no depth."""
+    def capture_ahead(self) -> None:
+        """Capture the usual steps of requests that ask for no depth; the cache has room for all."""
         if not self._whole_steps:
             return
         begin = time.monotonic()
         num_loops = min(self._model.spec.num_loops, self._layout.max_loops)
         # The largest first: smaller ones find room in its memory, and are kept longer.
-        for shape in reversed(usual_shapes(max_slots, self._max_rows)[:MAX_GRAPHS]):
+        for shape in reversed(self._usual):
             self._fill(_EMPTY, shape, None)
             key, work = self._whole(shape, num_loops, False)
             self.cache.capture(key, work)
@@ -176,7 +177,7 @@ class StepGraphs:
             {
                 **filled_step(plan, shape, self._null_slot, self._max_seq_len),
                 **_as_sampled(self._sampler.columns(plan, size)),
-                "sample_slots": filled(plan.sample_slots, size, self._null_slot),
+                "sample_slots": filled(plan.sample_slots.astype(np.int64), size, self._null_slot),
                 "slots": slots,
                 "pages": pages,
                 "units": units,

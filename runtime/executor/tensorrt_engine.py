@@ -117,7 +117,7 @@ class PhaseEngine:
         name: of the phase.
         graph: what the manifest says of it.
         is_stripped: whether the plan's weights are put in from the graph's.
-        current_stream: gives the cudaStream_t that work is enqueued on.
+        current_stream: gives the cudaStream_t of the current device that work is enqueued on.
 
     Raises:
         EngineError: it cannot be deserialised, or is not the engine that the manifest describes;
@@ -227,7 +227,7 @@ class PhaseEngine:
         }
 
     def run(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Enqueue the phase on torch's current stream.
+        """Enqueue the phase on torch's current stream of the inputs' GPU.
 
         Args:
             tensors: its inputs by name, contiguous and on the GPU; others are left alone.
@@ -254,19 +254,22 @@ class PhaseEngine:
         unknown = context.infer_shapes()
         if unknown:
             raise self._failure(f"the shapes of {', '.join(unknown)} are not known")
+        first = next(iter(inputs.values()))
         outputs = {
             name: torch.empty(
                 tuple(context.get_tensor_shape(name)),
                 dtype=self._dtypes[name],
-                device=next(iter(inputs.values())).device,
+                device=first.device,
             )
             for name in self._graph.outputs
         }
         for name, tensor in (*inputs.items(), *outputs.items()):
             if not context.set_tensor_address(name, tensor.data_ptr()):
                 raise self._failure(f"{name}: its address is refused")
-        if not context.execute_async_v3(self._current_stream()):
-            raise self._failure("TensorRT did not run it")
+        # TensorRT and its plugins launch on the current GPU.
+        with torch.cuda.device_of(first):  # type: ignore[no-untyped-call]
+            if not context.execute_async_v3(self._current_stream()):
+                raise self._failure("TensorRT did not run it")
         return outputs
 
 

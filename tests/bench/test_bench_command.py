@@ -13,11 +13,17 @@ from typing import Any
 import pytest
 
 from lookup_task import held_out
+from looptrt.bench import changes
 from looptrt.bench.offline import OfflineEngine
 from looptrt.builder.build import BuildConfig, build
 from looptrt.cli import main
 from looptrt.loop_spec import NoiseMode
+from looptrt.plugins.products import Products
+from looptrt.runtime import engine_core
+from looptrt.runtime.engine_core import EngineCore
+from looptrt.runtime.step_plan import StepPlan
 from tests.support.checkpoints import tiny_huginn
+from tests.support.gpu_on_cpu import gpu_on_cpu
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 MACHINE = {"gpu", "driver", "cuda", "torch", "looptrt", "commit", "python", "processor", "cores"}
@@ -194,7 +200,7 @@ def test_ladder_compares_tokens_speed_and_quality(bench: Bench, tmp_path: Path) 
     not_here = ("--change", "CUDA graphs")
     result = bench("ladder", *lengths, *quality, *changes, *not_here, "--markdown", str(table))
     check_frame(result, "ladder")
-    assert result["needs_gpu"] == ["CUDA graphs"]
+    assert result["left_out"] == {"CUDA graphs": "for want of a GPU"}
     units, cache, shallow = (
         result["arms"][name] for name in ("plane units", "prefix cache", "shallow prompt")
     )
@@ -241,7 +247,7 @@ def test_ladder_compares_noise_with_what_it_replaces(
     row = result["arms"]["position-keyed noise"]
     assert (row["rung"], row["is_default"], row["with"]["config"]) == ("R2", True, {})
     assert row["without"]["config"]["noise"] == "sequential"
-    assert (result["config"]["speculative_loops"], result["needs_noise"]) == (2, [])
+    assert (result["config"]["speculative_loops"], result["left_out"]) == (2, {})
     (cell,) = row["cells"]
     assert cell["total"] == cell["requests"] == 4
     assert row["quality"]["num_samples"] == 6
@@ -249,31 +255,189 @@ def test_ladder_compares_noise_with_what_it_replaces(
     assert asked == dict.fromkeys(NoiseMode, [None] * 4 + [*range(6)])
 
 
-@pytest.mark.parametrize("how", ["no random state", "sequential"])
-def test_a_ladder_leaves_noise_out_where_there_is_nothing_to_switch(
-    bench: Bench, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+NO_NOISE = "for want of position-keyed noise that can be switched off"
+NOT_AGAIN = "as kv_planes latest with noise sequential cannot be computed again"
+
+
+@pytest.fixture(scope="module")
+def huginn_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[NoiseMode], Path]:
+    root = tmp_path_factory.mktemp("huginn")
+    tiny_huginn(root / "c")
+
+    def get(noise: NoiseMode) -> Path:
+        if not (root / noise).exists():
+            limits = {"max_batch_size": 8, "max_num_tokens": 256, "tokens_per_block": 8}
+            build(BuildConfig(root / "c", root / noise, noise=noise, **limits))
+        return root / noise
+
+    return get
+
+
+@pytest.mark.parametrize("how", ["no random state", "built sequential", "run sequential"])
+def test_a_ladder_leaves_out_what_needs_the_noise_that_an_engine_lacks(
+    bench: Bench,
+    huginn_of: Callable[[NoiseMode], Path],
+    capsys: pytest.CaptureFixture[str],
+    how: str,
 ) -> None:
+    """Speculation was refused after other changes had run; a cache compared two without one."""
     noise = ("--change", "position-keyed noise")
+    asked = (*noise, "--change", "prefix cache", "--change", "speculation")
     more: dict[str, Any] = {}
-    if how == "sequential":
-        build(BuildConfig(tiny_huginn(tmp_path / "c"), tmp_path / "e", noise=NoiseMode.SEQUENTIAL))
-        more = {"engine_dir": tmp_path / "e"}
+    left_out = {"position-keyed noise": NO_NOISE}
     lengths = ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
+    if how != "no random state":
+        built = NoiseMode.SEQUENTIAL if how == "built sequential" else NoiseMode.POSITION
+        more = {"engine_dir": huginn_of(built)}
+        left_out |= {"prefix cache": NOT_AGAIN, "speculation": NOT_AGAIN}
+    if how == "run sequential":
+        lengths += ("--noise", "sequential")
     bench("ladder", *lengths, *noise, code=2, **more)
     error = capsys.readouterr().err
-    assert "position-keyed noise: there is nothing to compare" in error
-    result = bench("ladder", *lengths, *noise, "--change", "packed prefill", **more)
+    assert f"nothing to compare. Not compared, {NO_NOISE}: position-keyed noise." in error
+    result = bench("ladder", *lengths, *asked, "--change", "packed prefill", **more)
+    assert {*result["arms"]} == {"packed prefill", *asked[1::2]} - left_out.keys()
+    assert result["left_out"] == left_out
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Not compared, {NO_NOISE}: position-keyed noise." in shown
+    assert ("cannot be computed again: prefix cache, speculation." in shown) is (len(left_out) > 1)
+
+
+def test_a_ladder_leaves_out_what_its_own_settings_decide(bench: Bench) -> None:
+    """Both sides would be the same engine, or one that the engine's own checks refuse."""
+    lengths = ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
+    names = ("packed prefill", "prefix cache", "speculation", "shallow prompt", "prefill share")
+    changes = [word for name in names for word in ("--change", name)]
+    settings = ("--no-packed-prefill", "--no-enable-prefix-cache", "--speculative-loops", "2")
+    result = bench("ladder", *lengths, *changes, *settings)
+    assert [*result["arms"]] == ["shallow prompt", "prefill share"]
+    assert result["left_out"] == dict.fromkeys(names[:3], "as the default arm's settings decide it")
+    result = bench("ladder", *lengths, *changes, "--loops", "1")
+    assert [*result["arms"]] == ["packed prefill", "prefix cache", "prefill share"]
+    assert result["left_out"] == dict.fromkeys(names[2:4], "as half of one loop is none")
+
+
+def test_a_change_whose_settings_are_refused_is_left_out_before_anything_runs(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refusal by its engine came after others had run, and lost what they had found."""
+    refused = (
+        changes.Change("grid", changes.Rung.R1, "nothing", on={"prefix_grid": 12}),
+        changes.Change("size", changes.Rung.R1, "nothing", on={"max_batch_size": 5}),
+        changes.Change("temperature", changes.Rung.R3, "nothing", on_request={"temperature": -1}),
+    )
+    asked = (*changes.changes_named(("packed prefill",)), *refused)
+    monkeypatch.setattr(changes, "changes_named", lambda _names: asked)
+    result = bench("ladder", "--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
     assert [*result["arms"]] == ["packed prefill"]
-    assert (result["needs_gpu"], result["needs_noise"]) == ([], ["position-keyed noise"])
-    note = "Not compared, for want of position-keyed noise that can be switched off"
-    assert note in capsys.readouterr().out.replace("\n", " ")
+    said = [result["left_out"][change.name] for change in refused]
+    assert said[0] == (
+        "as its settings are refused (prefix_grid: expected a multiple of 8 tokens per block, "
+        "got 12)"
+    )
+    assert "(max_batch_size: expected at most 4" in said[1]
+    assert "(temperature: " in said[2]
+
+
+@pytest.mark.parametrize("graphs", ["auto", "step"])
+def test_noise_is_compared_on_a_gpu_whatever_graphs_are_asked_for(
+    bench: Bench,
+    huginn_of: Callable[[NoiseMode], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    graphs: str,
+) -> None:
+    """The arm without it has no graphs, and refuses those that are asked for by name."""
+    lengths = ("--concurrency", "2", "--prompt-tokens", "8", "--output-tokens", "3")
+    change = ("--change", "position-keyed noise", "--cuda-graphs", graphs)
+    cache = ("--max-graph-rows", "16", "--kv-cache-bytes", "4MiB")
+    with gpu_on_cpu(monkeypatch):
+        engine_dir = huginn_of(NoiseMode.POSITION)
+        result = bench(
+            "ladder", *lengths, *change, *cache, "--device", "cuda", engine_dir=engine_dir
+        )
+    (cell,) = result["arms"]["position-keyed noise"]["cells"]
+    assert cell["total"] == cell["requests"] == 4
+    assert cell["with"]["repeats"][0]["counters"]["graph_hits"] > 0
+    assert "graph_hits" not in cell["without"]["repeats"][0]["counters"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "graphs"),
+    [(("--noise", "sequential"), "off"), (("--cuda-graphs", "loop"), "loop")],
+)
+def test_graphs_and_what_rests_on_them_are_compared_where_there_are_any(
+    bench: Bench,
+    huginn_of: Callable[[NoiseMode], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    graphs: str,
+) -> None:
+    """Without them both sides were the same."""
+    lengths = ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
+    names = ("scheduling ahead", "CUDA graphs", "fused kernels")
+    asked = [word for name in names for word in ("--change", name)]
+    gpu = ("--device", "cuda", "--max-graph-rows", "16", "--kv-cache-bytes", "4MiB")
+    with gpu_on_cpu(monkeypatch):
+        engine_dir = huginn_of(NoiseMode.POSITION)
+        result = bench("ladder", *lengths, *asked, *gpu, *settings, engine_dir=engine_dir)
+    left_out = names[: 2 if graphs == "off" else 1]
+    assert result["left_out"] == dict.fromkeys(left_out, f"as cuda_graphs are {graphs} here")
+    assert {*result["arms"]} == {*names} - {*left_out}
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_products_of_few_rows_are_compared_where_few_rows_run(
+    bench: Bench,
+    engine_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rows: int,
+) -> None:
+    """With more at once both sides ran PyTorch's products, and passed without a comparison."""
+    questions, table = tmp_path / "questions.jsonl", tmp_path / "ladder.md"
+    samples = [{"prompt": s.prompt, "answer": s.answer} for s in islice(held_out(), 8)]
+    questions.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    ours = Products(max_skinny_rows=rows)
+    decoded: list[int] = []
+    submit = EngineCore._submit
+
+    def watched(core: EngineCore, plan: StepPlan | None) -> None:
+        if plan is not None:
+            decoded.append(len(plan.seq_slots))
+        submit(core, plan)
+
+    lengths = ("--concurrency", "1,4", "--prompt-tokens", "8", "--output-tokens", "3")
+    quality = ("--questions", str(questions), "--answer-tokens", "4", "--markdown", str(table))
+    changes = ("--change", "products of few rows", "--change", "packed prefill")
+    gpu = ("--device", "cuda", "--kv-cache-bytes", "4MiB", "--cuda-graphs", "off")
+    with gpu_on_cpu(monkeypatch):
+        monkeypatch.setattr(engine_core, "settle_products", lambda *_: ours)
+        result = bench("ladder", *lengths, *changes, *gpu)
+        assert ("products of few rows" in result["left_out"]) is (rows == 0)
+        if rows == 0:
+            assert result["left_out"] == {
+                "products of few rows": "as all products are PyTorch's here"
+            }
+            return
+        monkeypatch.setattr(EngineCore, "_submit", watched)
+        result = bench("ladder", *lengths, *quality, *changes[:2], *gpu)
+    assert max(decoded) == 3
+    row = result["arms"]["products of few rows"]
+    assert row["most_at_once"] == 3
+    assert [(c["concurrency"], c["identical"], c["total"]) for c in row["cells"]] == [
+        (1, 2, 2),
+        (4, 8, 8),
+    ]
+    repeat = row["cells"][1]["with"]["repeats"][0]
+    assert (repeat["answered"], repeat["output_tokens"]) == (4, 12)
+    assert repeat["counters"]["num_prompt_tokens"] == 4 * 8
+    assert row["quality"]["num_samples"] == 8
+    assert "products of few rows: at most 3 requests at once" in table.read_text()
 
 
 def test_an_r0_change_with_other_answers_is_named_and_the_exit_code(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from looptrt.bench import changes  # noqa: PLC0415 - replaced in it
-
     wrong = changes.Change("false claim", changes.Rung.R0, "nothing", off_request={"loops": 1})
     monkeypatch.setattr(changes, "changes_named", lambda _names: (wrong,))
     lengths = ("--concurrency", "1", "--prompt-tokens", "16", "--output-tokens", "8")
@@ -322,7 +486,7 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
         (("ladder", "--arm", "base"), "unrecognized arguments"),
         (
             ("ladder", "--change", "CUDA graphs", "--output-tokens", "8"),
-            "CUDA graphs: there is nothing to compare",
+            "there is nothing to compare. Not compared, for want of a GPU: CUDA graphs.",
         ),
         (("burst", "--out", "/nowhere/x.json"), "there is no folder /nowhere"),
         (("burst", "--arm", "x=max_batch_size:9"), "arm x: max_batch_size: expected at most 4"),

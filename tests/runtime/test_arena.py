@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ FIELDS = {
     "shares": (torch.float64, (1,)),
 }
 RESULT = (2, 3)
+PLAYED = torch.device("cpu")
 
 
 def inputs(number: int) -> dict[str, np.ndarray]:
@@ -48,7 +50,10 @@ def expected(number: int) -> list[list[int]]:
 
 
 class Gpu:
-    """Does what it is given in order, and not before somebody waits for it or lets it."""
+    """Does what it is given in order, and not before somebody waits for it or lets it.
+
+    It is not the current one: an event recorded without a stream is behind none of its work.
+    """
 
     def __init__(self) -> None:
         self.given: deque[Callable[[], object]] = deque()
@@ -70,13 +75,16 @@ class Gpu:
     def event(self) -> Event:
         return Event(self)
 
+    def current_stream(self, device: object = None) -> object:
+        return self if device == PLAYED else None
+
 
 class Event:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._behind = gpu, 0
 
-    def record(self) -> None:
-        self._behind = self._gpu.num_given
+    def record(self, stream: object = None) -> None:
+        self._behind = self._gpu.num_given if stream is self._gpu else 0
 
     def synchronize(self) -> None:
         self._gpu.num_waits += 1
@@ -91,11 +99,12 @@ def played_gpu() -> Iterator[Gpu]:
         patch.setattr(arena_module, "MappedMemory", HostMemory)
         patch.setattr(arena_module, "_event", gpu.event)
         patch.setattr(torch.cuda, "synchronize", gpu.synchronize)
+        patch.setattr(torch.cuda, "current_stream", gpu.current_stream)
         yield gpu
 
 
 def on_cpu() -> Arena:
-    return Arena(FIELDS, RESULT, torch.device("cpu"))
+    return Arena(FIELDS, RESULT, PLAYED)
 
 
 def submit(gpu: Gpu, arena: Arena, number: int) -> Callable[[], np.ndarray]:
@@ -162,6 +171,53 @@ def test_the_host_waits_for_no_run_that_it_has_read() -> None:
             results.append(submit(gpu, arena, number))
             assert gpu.num_done == done == gpu.num_given - 4
         assert gpu.num_waits == 7
+
+
+def test_a_result_is_waited_for_on_its_own_gpu_not_on_the_current_one() -> None:
+    with played_gpu() as gpu:
+        result = submit(gpu, on_cpu(), 5)
+        assert gpu.num_done == 0
+        assert result().tolist() == expected(5)
+        assert gpu.num_done == gpu.num_given
+
+
+OTHER_INPUTS: dict[str, dict[str, np.ndarray | None]] = {
+    "ids: expected .*int32.*, got None": {"ids": None},
+    "more: expected None, got .*": {"more": np.zeros(3, np.int32)},
+    "ids: .*got .*int64": {"ids": np.zeros(3, np.int64)},
+    r"ids: .*got .*\(1,\)": {"ids": np.zeros(1, np.int32)},
+    r"units: .*got .*\(2,\)": {"units": np.zeros(2, np.int32)},
+    r"shares: .*got .*\(\)": {"shares": np.array(1.0)},
+}
+
+
+@pytest.mark.parametrize("words", OTHER_INPUTS)
+def test_inputs_that_would_be_cast_spread_or_left_as_they_were_are_refused(words: str) -> None:
+    """Nothing is written, and the runs before and after have their own."""
+    with played_gpu() as gpu:
+        arena = on_cpu()
+        first = submit(gpu, arena, 10)
+        given = {**inputs(20), **OTHER_INPUTS[words]}
+        with pytest.raises(InvariantError, match=f"inputs of a step: {words}"):
+            arena.fill({name: array for name, array in given.items() if array is not None})
+        second = submit(gpu, arena, 30)
+        assert (gpu.num_done, first().tolist()) == (0, expected(10))
+        assert second().tolist() == expected(30)
+
+
+def test_a_gpu_without_memory_for_an_arena_is_one_error_with_the_numbers() -> None:
+    zeros = torch.zeros
+
+    def on_the_host(*size: int, device: torch.device | None = None, **fields: Any) -> torch.Tensor:
+        if device is not None:
+            raise torch.OutOfMemoryError("torch's own words")
+        return zeros(*size, **fields)
+
+    with played_gpu(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "zeros", on_the_host)
+        patch.setattr(torch.cuda, "mem_get_info", lambda _device: (3, 70))
+        with pytest.raises(EngineError, match="for the inputs of steps: 3 of 70 bytes are free"):
+            on_cpu()
 
 
 # ---- on a GPU

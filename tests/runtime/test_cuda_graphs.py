@@ -8,10 +8,12 @@ from typing import Any
 import data_movement
 import numpy as np
 import pytest
+import torch
 
+from looptrt.manifest import Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_core import EngineCore
-from looptrt.runtime.executor import graph_cache
+from looptrt.runtime.executor import step_graphs
 from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, Request, SamplerParams
 from tests.e2e.test_engine_oracle import MAKERS, Build, engine_of, prompt_of
 
@@ -55,7 +57,7 @@ def answers(
     engine_dir: Path, cache: Path, requests: list[Request], at_once: int, **config: Any
 ) -> tuple[dict[int, list[int]], dict[str, int | float]]:
     """Tokens of every request; `at_once` are added at the start, one more every other step."""
-    core = EngineCore(engine_dir, EngineConfig(**CONFIG, cache_dir=str(cache), **config))
+    core = EngineCore(engine_dir, EngineConfig(**{**CONFIG, "cache_dir": str(cache), **config}))
     waiting = list(requests)
     tokens: dict[int, list[int]] = {request.request_id: [] for request in requests}
     reasons = {}
@@ -101,6 +103,26 @@ def test_tokens_do_not_depend_on_graphs(
         assert stats["graph_hits"] > 0, mode
 
 
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("mode", ["off", "loop", "step"])
+@pytest.mark.parametrize("model", ["ouro", "huginn"])
+def test_another_gpu_than_the_current_one_gives_the_same_tokens(
+    engine_of: Build, model: str, mode: str, tmp_path: Path
+) -> None:
+    """Fails where an event, a stream or a wait is the current GPU's, which lies idle."""
+    engine_dir, _ = engine_of(model)
+    loops = Manifest.load(engine_dir).spec.num_loops
+    assert torch.cuda.current_device() == 0
+    got = {}
+    for device in ("cuda:0", "cuda:1"):
+        requests = requests_of(loops, True)
+        tokens, stats = answers(engine_dir, tmp_path, requests, 11, device=device, cuda_graphs=mode)
+        got[device] = tokens
+        assert (stats.get("graph_hits", 0) > 0) == (mode != "off")
+        assert torch.cuda.current_device() == 0
+    assert got["cuda:1"] == got["cuda:0"]
+
+
 def test_filling_rows_stand_at_positions_that_there_are(engine_of: Build, tmp_path: Path) -> None:
     """PyTorch's own rope looks positions up, so one past the table ends the process's CUDA."""
     engine_dir, _ = engine_of("ouro")
@@ -118,7 +140,7 @@ def test_filling_rows_stand_at_positions_that_there_are(engine_of: Build, tmp_pa
 def test_old_graphs_make_room_and_answers_stay(
     engine_of: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(graph_cache.GraphCache.__init__, "__defaults__", (3,))
+    monkeypatch.setattr(step_graphs, "graphs_kept", lambda _num_usual: 3)
     engine_dir, _ = engine_of("ouro")
     expected, _ = answers(engine_dir, tmp_path, requests_of(4, False), 1, cuda_graphs="off")
     got, stats = answers(engine_dir, tmp_path, requests_of(4, False), 1, cuda_graphs="loop")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -66,15 +67,22 @@ def test_asking_for_what_was_built_changes_nothing(engine_of: Build) -> None:
 
 
 @pytest.mark.parametrize(("noise", "has_graphs"), [(None, True), ("sequential", False)])
-def test_states_drawn_on_the_host_run_without_graphs(
-    engine_of: Build, monkeypatch: pytest.MonkeyPatch, noise: str | None, has_graphs: bool
+def test_states_drawn_on_the_host_run_without_graphs_and_a_line_says_so(
+    engine_of: Build,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    noise: str | None,
+    has_graphs: bool,
 ) -> None:
     use_graphs_on_cpu(monkeypatch)
-    harness = Harness(engine_of("huginn")[0], noise=noise, cuda_graphs="step", max_graph_rows=32)
+    caplog.set_level(logging.INFO)
+    harness = Harness(engine_of("huginn")[0], noise=noise, max_graph_rows=32)
     harness.add(prompt_of(21), 5)
     harness.drain()
     assert len(harness.answers[0].token_ids) == 5
     assert (harness.core.executor.stats().get("graph_hits", 0) > 0) is has_graphs
+    told = [text for text in caplog.messages if text.startswith("cuda_graphs auto: no step is")]
+    assert len(told) == (not has_graphs)
 
 
 @pytest.mark.parametrize("noise", NoiseMode)
@@ -104,6 +112,8 @@ def test_noise_that_is_compiled_in_stays(engine_of: Build) -> None:
         ({"prefix_grid": 16}, "noise sequential has no prefix cache"),
         ({"prefix_depth": "at_least"}, "noise sequential has no prefix cache"),
         ({"speculative_loops": 2}, "noise sequential cannot compute again"),
+        ({"cuda_graphs": "step"}, "cuda_graphs: expected auto or off, got step: noise sequential"),
+        ({"cuda_graphs": "loop"}, "cuda_graphs: expected auto or off, got loop: noise sequential"),
     ],
 )
 def test_what_needs_position_keyed_noise_is_refused_without_it(

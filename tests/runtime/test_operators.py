@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from looptrt.bench import ladder
+from looptrt.bench import ladder, left_out
 from looptrt.bench.changes import CHANGES
 from looptrt.bench.ladder import Ladder, broken_promises
 from looptrt.bench.offline import OfflineEngine
@@ -145,13 +145,17 @@ def test_a_failed_kernel_is_replaced_in_the_engines_it_fails_for_and_in_no_other
         assert run(first, launches) == run(second, launches) == sound
 
 
-@pytest.mark.parametrize("model", ["ouro", "huginn"])
+@pytest.mark.parametrize(("model", "graphs"), [("ouro", "loop"), ("huginn", "auto")])
 def test_an_engine_without_any_kernel_gives_the_oracles_tokens(
-    engine_of: Build, launches: Counter[str], monkeypatch: pytest.MonkeyPatch, model: str
+    engine_of: Build,
+    launches: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    graphs: str,
 ) -> None:
     engine_dir, oracle = engine_of(model)
     monkeypatch.setattr(engine_core, "settle_kernels", lambda *_: frozenset(launch.OPERATORS))
-    harness = Harness(engine_dir, **CONFIG, cuda_graphs="loop")
+    harness = Harness(engine_dir, **CONFIG, cuda_graphs=graphs)
     for index in range(3):
         harness.add(prompt_of(5 + index, index), 6, prefill_loops=1 + index)
     harness.drain()
@@ -175,6 +179,12 @@ def test_graphs_are_given_up_where_the_noise_is_drawn_on_the_host_and_nowhere_el
     assert failed_tokens == tokens
     assert "graph_captures" not in failed.core.executor.stats()
     assert sound.core.executor.stats()["graph_captures"] > 0
+    with monkeypatch.context() as context:
+        context.setitem(launch.OPERATORS, noise, lambda like, *_, **__: torch.zeros_like(like))
+        for asked in ("step", "loop"):
+            message = f"cuda_graphs: expected auto or off, got {asked}: the kernel {noise} failed"
+            with pytest.raises(EngineError, match=message):
+                Engine(engine_dir, **CONFIG, cuda_graphs=asked)
 
 
 def test_a_ladder_in_one_process_sees_a_kernel_that_is_wrong(
@@ -188,7 +198,7 @@ def test_a_ladder_in_one_process_sees_a_kernel_that_is_wrong(
     config = EngineConfig(**CONFIG)
     setup = Setup(engine_dir, config, repeats=1, in_process=True)
     result = ladder.measure(setup, workload)
-    assert result["needs_gpu"] == []
+    assert result["left_out"] == {}
     assert result["arms"][change.name]["cells"][0]["identical"] == 4
     assert broken_promises(result) == []
     monkeypatch.setattr(engine_core, "settle_kernels", lambda *_: frozenset())  # a blind check
@@ -204,8 +214,8 @@ def test_a_ladder_leaves_out_what_a_compiled_engine_lacks_before_it_measures_any
     engine_dir, _ = engine_of("ouro")
     changes = tuple(change for change in CHANGES if change.gpu_only)
     setup = Setup(engine_dir, EngineConfig(**CONFIG), repeats=1, in_process=True)
-    monkeypatch.setattr(ladder, "TENSORRT_BACKENDS", ("pytorch",))
-    with pytest.raises(EngineError, match=r"fused kernels.*nothing to compare.*TensorRT engine"):
+    monkeypatch.setattr(left_out, "TENSORRT_BACKENDS", ("pytorch",))
+    with pytest.raises(EngineError, match=r"nothing to compare.*TensorRT.*: fused kernels, "):
         ladder.measure(setup, Ladder(changes, (2,), prompt_tokens=9, output_tokens=8))
 
 

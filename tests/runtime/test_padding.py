@@ -99,11 +99,12 @@ def test_rows_of_a_shrunken_loop_keep_their_sequences(counts: list[int], deep: i
     np.testing.assert_array_equal(arrays["rows"][:deep], rows.rows)
 
 
-@pytest.mark.parametrize("max_slots", [1, 3, 8, 100, 128])
+@pytest.mark.parametrize("max_slots", [1, 3, 8, 100, 128, 256, 513, 600, 1024])
 @pytest.mark.parametrize("max_rows", [16, 128, 1024, 2048, 8192])
 def test_the_usual_shapes_are_those_that_steps_get(max_slots: int, max_rows: int) -> None:
     usual = usual_shapes(max_slots, max_rows)
-    assert len(set(usual)) == len(usual) <= 64
+    # In one cache, and captured in seconds at start.
+    assert len(set(usual)) == len(usual) < 80
     for num_seqs in {1, max_slots // 2 or 1, max_slots}:
         if num_seqs <= max_rows // 2:
             assert step_shape(plan_of([1] * num_seqs), shrinks=False, max_slots=max_slots) in usual

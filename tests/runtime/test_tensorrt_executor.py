@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -205,6 +206,24 @@ def test_steps_that_alternate_between_profiles_set_their_own_shapes(
         shape, execute = module.calls[-2:]
         assert shape == ("shape", context, "tokens", (count,))
         assert execute == ("execute", context, (count,), 7)
+
+
+def test_the_gpu_of_the_inputs_is_the_current_one_while_tensorrt_enqueues(
+    scripted: tuple[ScriptedTensorRt, PhaseEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, engine = scripted
+
+    @contextmanager
+    def entered(tensor: torch.Tensor) -> Iterator[None]:
+        module.calls.append(("enter", tensor.data_ptr()))
+        yield
+        module.calls.append(("leave",))
+
+    monkeypatch.setattr(torch.cuda, "device_of", entered)
+    given = rows(3)
+    engine.run(given)
+    enter = "enter", given["tokens"].data_ptr()
+    assert module.calls[-3:] == [enter, ("execute", 0, (3,), 7), ("leave",)]
 
 
 @pytest.mark.parametrize("count", [0, 513])

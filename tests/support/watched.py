@@ -135,7 +135,7 @@ class Engine:
 
     def _wait(self) -> None:
         if self.units.is_cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.units.device)
 
     def take_writes(self) -> torch.Tensor:
         """[units, page_size] bool: where steps submitted so far may have written; once."""
