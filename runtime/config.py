@@ -43,7 +43,8 @@ class EngineConfig:
         max_logprobs: most likely tokens that a request may ask for at each position.
         enable_prefix_cache: reuse the KV of equal prompt beginnings.
         prefix_grid: hits and prefill chunks end at multiples of this many tokens, itself a
-            multiple of the page size; None leaves both free.
+            multiple of the page size, and only pages of whole chunks are kept for hits; None
+            leaves all of this free.
         prefix_depth: `exact` reuses pages of the prompt's own depth, `at_least` deeper
             ones too, which changes outputs.
         packed_prefill: run rows of several prompts in one step; False takes prompts one by one.

@@ -37,6 +37,7 @@ from looptrt.runtime.pool_size import pool_units
 from looptrt.runtime.product_checks import check_asked, settle_products
 from looptrt.runtime.request import FinishReason, Request
 from looptrt.runtime.scheduler import Scheduler, SchedulerConfig
+from looptrt.runtime.scheduler_config import check_rows
 from looptrt.runtime.step_plan import StepPlan, StepResult
 
 # Below this width a second CPU thread costs more in barriers than it brings (docs/log.md).
@@ -221,7 +222,8 @@ def checked(built: Manifest, config: EngineConfig) -> Manifest:
         EngineError: a setting does not fit the engine; names it and why.
     """
     manifest = _with_noise(built, config.noise, _backend(built, config))
-    config.limits(manifest)
+    limits = config.limits(manifest)
+    check_rows(limits.max_num_tokens, limits.max_batch_size, config.prefix_grid)
     _check_prefixes(manifest, config)
     _check_speculation(manifest, config)
     is_drawn = manifest.spec.initial_state is InitialState.RANDOM

@@ -29,6 +29,9 @@ PACKED_SIZES: tuple[int, ...] = (
 SEQ_SIZES: tuple[int, ...] = (9, 33, 129, 513, 2049)  # the filling one included
 # Sequences of a decode step, hence of any step that is a graph.
 MAX_DECODE_SEQS = SIZES[-1]
+# More logits than that are not kept: 67 MB in float32 for a vocabulary of 65,536. Steps that need
+# more run as chained graphs, whose coda and sampler are none.
+MAX_READ_SAMPLES = 256
 # Rows of one loop.
 LOOP_SIZES: tuple[int, ...] = (*SIZES, *(rows for rows in PACKED_SIZES if rows > SIZES[-1]))
 

@@ -13,7 +13,7 @@ from looptrt.kv_layout import DTYPE_BYTES
 from looptrt.manifest import WEIGHTS_NAME, BuildLimits, Manifest
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.executor.graph_cache import graphs_kept
-from looptrt.runtime.padding import StepShape, graph_rows, usual_shapes
+from looptrt.runtime.padding import MAX_READ_SAMPLES, StepShape, graph_rows, usual_shapes
 
 _DEFAULT_HOST_BYTES = 1 << 30
 # The books about units are host memory; only units of tiny models reach this.
@@ -83,7 +83,10 @@ def step_bytes(manifest: Manifest, config: EngineConfig, limits: BuildLimits) ->
     most = max(shape.rows for shape in shapes)
     num_rows = max(limits.max_num_tokens, most) + most
     context = _CUDA_BYTES + graphs_kept(len(shapes)) * _GRAPH_BYTES
-    return context + num_rows * row * width + 2 * limits.max_batch_size * sample
+    # Filled-up steps sample as many rows as they have sequences; logits that are read are kept.
+    num_samples = max(limits.max_batch_size, *(shape.samples for shape in shapes))
+    kept = min(num_samples, MAX_READ_SAMPLES) * spec.vocab_size * DTYPE_BYTES[manifest.logits_dtype]
+    return context + num_rows * row * width + 2 * num_samples * sample + kept
 
 
 def graph_shapes(config: EngineConfig, limits: BuildLimits) -> list[StepShape]:

@@ -54,13 +54,22 @@ class SchedulerConfig:
     draft_loops: int | None = None
 
     def __post_init__(self) -> None:
-        least = self.max_batch_size + (self.prefix_grid or 1) - 1
-        if self.max_num_tokens < least:
-            raise EngineError(
-                f"max_num_tokens: expected at least {least}, so that max_batch_size "
-                f"{self.max_batch_size} requests fit a step and all but one leave room for a "
-                f"chunk of prefix_grid {self.prefix_grid}, got {self.max_num_tokens}"
-            )
+        check_rows(self.max_num_tokens, self.max_batch_size, self.prefix_grid)
+
+
+def check_rows(max_num_tokens: int, max_batch_size: int, prefix_grid: int | None) -> None:
+    """Refuse steps that a chunk of a prompt could never be part of.
+
+    Raises:
+        EngineError: max_num_tokens is too small.
+    """
+    least = max_batch_size + (prefix_grid or 1) - 1
+    if max_num_tokens < least:
+        raise EngineError(
+            f"max_num_tokens: expected at least {least}, so that max_batch_size "
+            f"{max_batch_size} requests fit a step and all but one leave room for a chunk of "
+            f"prefix_grid {prefix_grid}, got {max_num_tokens}"
+        )
 
 
 def check_fits(config: SchedulerConfig, kv: SequenceKv, request: Request) -> None:

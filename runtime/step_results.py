@@ -84,7 +84,8 @@ class StepResults:
     def _advance(self, plan: StepPlan, reached: NDArray[np.bool_]) -> None:
         """Count the rows of the answers' tokens as computed, publish the pages they filled."""
         slots, size, seq_slots = self._slots, self._kv.layout.page_size, plan.seq_slots
-        counts = np.diff(plan.cu_seqlens)
+        num_rows = np.diff(plan.cu_seqlens)
+        counts = num_rows.copy()
         if plan.num_rows > len(seq_slots) and len(reached) > 1:
             self._count_drafts(plan.sample_slots, reached)
             rejected = plan.logit_rows[~reached]
@@ -94,7 +95,8 @@ class StepResults:
         after = before + counts * slots.active[seq_slots]
         slots.num_computed[seq_slots] = after
         for seq in np.flatnonzero(after // size > before // size).tolist():
-            self._kv.publish(int(seq_slots[seq]), int(before[seq]), int(after[seq]))
+            begin, end = int(before[seq]), int(after[seq])
+            self._kv.publish(int(seq_slots[seq]), begin, end, int(num_rows[seq]))
 
     def _count_drafts(self, sampled: Int32Array, reached: NDArray[np.bool_]) -> None:
         """Count and forget the guesses that a step verified."""

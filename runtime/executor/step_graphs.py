@@ -26,6 +26,7 @@ from looptrt.runtime.executor.cuda_sampler import COLUMNS, CudaSampler
 from looptrt.runtime.executor.graph_cache import GraphCache, graphs_kept
 from looptrt.runtime.padding import (
     LOOP_SIZES,
+    MAX_READ_SAMPLES,
     StepShape,
     filled,
     filled_rows,
@@ -38,10 +39,6 @@ from looptrt.runtime.padding import (
 from looptrt.runtime.step_plan import PlaneCopies, StepPlan, StepResult, TableUpdates
 
 _T = TypeVar("_T")
-
-# More logits than that are not kept: 67 MB in float32 for a vocabulary of 65,536. Steps that need
-# more run as chained graphs, whose coda and sampler are none.
-_MAX_READ_SAMPLES = 256
 
 _logger = logging.getLogger(__name__)
 
@@ -98,7 +95,7 @@ class StepGraphs:
         self._newest = torch.zeros(null_slot + 1, dtype=torch.int32, device=self._device)
         # Of whole steps with a request that reads them; by row, then token.
         sizes = [shape.samples for shape in self._usual]
-        kept = max(size for size in sizes if size <= _MAX_READ_SAMPLES) if whole_steps else 0
+        kept = max(size for size in sizes if size <= MAX_READ_SAMPLES) if whole_steps else 0
         vocab = kept, model.spec.vocab_size
         self._logits = torch.zeros(vocab, dtype=logits_dtype, device=self._device)
 

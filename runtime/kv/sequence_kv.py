@@ -140,8 +140,8 @@ class SequenceKv:
         needed = sum(self.layout.units_of_page(depth) for depth in depths)
         return needed <= self.pool.num_available - idle
 
-    def publish(self, slot: int, begin: int, end: int) -> None:
-        """Publish the pages that the tokens begin..end-1, computed in one step, have filled.
+    def publish(self, slot: int, begin: int, end: int, num_rows: int) -> None:
+        """Publish the pages that the tokens begin..end-1, of a step's rows, have filled.
 
         With a grid only a whole chunk of it: a prompt's last rows and an answer's are computed in
         other company, and so with other bits, than a cold run of a longer prompt computes them.
@@ -151,8 +151,10 @@ class SequenceKv:
         continuation. Pages before `begin` that came unpublished, by a fork, are made up for.
         """
         grid = self._policy.grid
-        if not self._policy.enabled or (grid is not None and (begin % grid or end - begin != grid)):
+        if not self._policy.enabled:
             return
+        if grid is not None and (begin % grid or not end - begin == num_rows == grid):
+            return  # also where rows were guesses, of which some were not kept
         request, size = self._slots.request(slot), self.layout.page_size
         first_page, end_page = begin // size, end // size
         token_ids, depths = self._slots.token_ids[slot], self._slots.depths[slot]

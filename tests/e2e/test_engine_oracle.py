@@ -16,8 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from looptrt.builder.build import BuildConfig, build
+from looptrt.errors import EngineError
 from looptrt.loop_spec import InitialState, NoiseMode
+from looptrt.manifest import Manifest
 from looptrt.plugins import reference
+from looptrt.runtime.config import EngineConfig
+from looptrt.runtime.engine_core import checked
 from looptrt.runtime.request import FinishReason, SamplerParams
 from tests.support.checkpoints import tiny_huginn, tiny_llama, tiny_olmo, tiny_ouro
 from tests.support.engines import Harness, assert_equals_oracle, depths_of
@@ -158,6 +162,35 @@ def test_grid_gives_no_page_that_was_not_computed_in_a_whole_chunk(engine_of: Bu
     hits = [answer.finished.num_cached_tokens for answer in harness.answers.values()]
     assert hits == [0, 32, 64]
     assert_all(oracle, harness)
+
+
+def test_grid_gives_no_page_of_guesses_of_which_some_were_not_kept(tmp_path: Path) -> None:
+    """Five rows of which four are kept fill a page as a chunk of four rows would."""
+    build(BuildConfig(tiny_ouro(tmp_path / "c"), tmp_path / "e", tokens_per_block=4))
+    harness = Harness(tmp_path / "e", prefix_grid=4)
+    harness.add(prompt_of(20), 8)
+    scheduler = harness.core.scheduler
+    while scheduler.slots.num_computed[0] < 20:
+        harness.core.step()
+    kept = []
+    assert scheduler.kv.grow(0, 24)
+    for num_rows in (5, 4):
+        scheduler.kv.publish(0, 20, 24, num_rows)
+        kept.append(len(list(scheduler.kv.pool.cache.pages())))
+    assert kept == [5, 6]
+
+
+@pytest.mark.parametrize("rows", [7, 8])
+def test_a_grid_too_large_for_a_step_is_refused_before_weights_are_read(
+    engine_of: Build, rows: int
+) -> None:
+    manifest = Manifest.load(engine_of("ouro")[0])
+    config = EngineConfig(prefix_grid=16, max_batch_size=8, max_num_tokens=15 + rows)
+    if rows == 8:
+        checked(manifest, config)
+    else:
+        with pytest.raises(EngineError, match="max_num_tokens: expected at least 23"):
+            checked(manifest, config)
 
 
 @pytest.mark.parametrize("model", ["ouro", "huginn", "olmo_skip_adapter"])

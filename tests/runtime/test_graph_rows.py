@@ -166,6 +166,24 @@ def test_every_graph_that_is_kept_is_reckoned(engine_dir_of: Callable[[str], Pat
     assert beside[1] - beside[0] == (85 - 64) * 4 * 2**20
 
 
+@pytest.mark.parametrize("slots", [12, 129, 513])
+def test_the_logits_of_filled_up_steps_are_reckoned(
+    engine_dir_of: Callable[[str], Path], slots: int
+) -> None:
+    """A graph of 129 requests samples 513 rows: as many as it has room for."""
+    manifest = Manifest.load(engine_dir_of("ouro"))
+    limits = dataclasses.replace(manifest.limits, max_batch_size=slots)
+    shapes = usual_shapes(slots, 1024)
+    most = max(shape.samples for shape in shapes)
+
+    def taken(vocab_size: int) -> int:
+        spec = dataclasses.replace(manifest.spec, vocab_size=vocab_size)
+        return step_bytes(dataclasses.replace(manifest, spec=spec), EngineConfig(), limits)
+
+    # Twice in the model's dtype and in two copies of the logits', all float32 here.
+    assert taken(2) - taken(1) >= 2 * most * 3 * 4
+
+
 def test_the_scratch_of_attention_is_reckoned_for_steps_and_once_more_for_graphs(
     engine_dir_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def test_steps_are_planned_ahead_again_once_no_request_reads_logits(
 def test_more_samples_than_are_kept_run_as_chained_graphs(
     start: EngineOf, ran: list[Hashable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(step_graphs, "_MAX_READ_SAMPLES", 2)
+    monkeypatch.setattr(step_graphs, "MAX_READ_SAMPLES", 2)
     asks = [Ask(prompt_of(4, seed), 8, sampler=READERS["raw"]) for seed in range(3)]
     engine = start("ouro", "step")
     tokens = engine.run(asks)
