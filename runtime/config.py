@@ -174,6 +174,10 @@ class EngineConfig:
         if self.cache_dir is not None and not isinstance(self.cache_dir, str):
             raise _wrong("cache_dir", "a path", self.cache_dir)
 
+    def backend_of(self, manifest: Manifest) -> str:
+        """What runs: the backend that was asked for, or the one that was built."""
+        return manifest.backend if self.backend == "auto" else self.backend
+
     def limits(self, manifest: Manifest) -> BuildLimits:
         """The built engine's limits, lowered where this config says so.
 

@@ -65,7 +65,7 @@ class EngineCore:
 
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         built = Manifest.load(engine_dir)
-        backend = _backend(built, config)
+        backend = config.backend_of(built)
         self.manifest = checked(built, config)
         self.device = device = _device(config, backend)
         if config.num_threads is not None:
@@ -207,10 +207,6 @@ def _device(config: EngineConfig, backend: str) -> torch.device:
     return device
 
 
-def _backend(built: Manifest, config: EngineConfig) -> str:
-    return built.backend if config.backend == "auto" else config.backend
-
-
 def checked(built: Manifest, config: EngineConfig) -> Manifest:
     """The manifest as it runs, where all settings but those about the machine fit it.
 
@@ -221,7 +217,7 @@ def checked(built: Manifest, config: EngineConfig) -> Manifest:
     Raises:
         EngineError: a setting does not fit the engine; names it and why.
     """
-    manifest = _with_noise(built, config.noise, _backend(built, config))
+    manifest = _with_noise(built, config.noise, config.backend_of(built))
     limits = config.limits(manifest)
     check_rows(limits.max_num_tokens, limits.max_batch_size, config.prefix_grid)
     _check_prefixes(manifest, config)

@@ -21,6 +21,7 @@ from looptrt.runtime.step_plan import Int32Array, StepPlan
 
 _MOST_DRAFTS = 4
 _MOST_ROWS = 8  # of a verification: beyond, its rows cost more than they save
+MOST_REQUESTS = _MOST_ROWS // 2  # that run at once and guess: two rows of each are verified
 _NOBODY: NDArray[np.intp] = np.empty(0, np.intp)
 
 

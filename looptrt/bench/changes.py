@@ -16,6 +16,7 @@ from looptrt.bench.arms import DEFAULT, Arm, KvLayout
 from looptrt.errors import EngineError
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.sampling_params import SamplingParams
+from looptrt.runtime.speculation import MOST_REQUESTS
 
 
 class Rung(StrEnum):
@@ -43,8 +44,10 @@ class Change:
         needs_graphs: values of `cuda_graphs` with which it shows; empty for all.
         needs_noise: whether it is about random initial states, which other models do not have.
         needs_recomputing: whether it needs KV that can be computed again (`is_recomputable`).
+        needs_joined: whether it is about projections that the engine joins.
         few_rows: whether it is about steps of as few rows as our own products take, and would
             not show where more requests run at once.
+        most_requests: that run at once, beyond which it would not show; None where it always does.
     """
 
     name: str
@@ -60,7 +63,9 @@ class Change:
     needs_graphs: tuple[str, ...] = ()
     needs_noise: bool = False
     needs_recomputing: bool = False
+    needs_joined: bool = False
     few_rows: bool = False
+    most_requests: int | None = None
 
     @property
     def halves_loops(self) -> bool:
@@ -122,6 +127,7 @@ CHANGES = (
         "the bits of q, k, v, gate and up multiplied apart; joined where a check found them equal",
         off={"joined_projections": "never"},
         gpu_only=True,
+        needs_joined=True,
     ),
     Change(
         "CUDA graphs",
@@ -165,6 +171,7 @@ CHANGES = (
         "every row's operations; guesses at half of the loops are verified in wider batches",
         on={"speculative_loops": HALF_LOOPS},
         needs_recomputing=True,
+        most_requests=MOST_REQUESTS,
     ),
     Change(
         "position-keyed noise",

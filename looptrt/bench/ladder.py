@@ -129,7 +129,7 @@ def _engines(
         yield {arm.name: default for arm in arms}
         return
     layout = default.manifest.layout
-    pool_bytes = (default.num_units + 1) * layout.unit_bytes
+    pool_bytes = (default.facts.num_units + 1) * layout.unit_bytes
     if other.kv_layout is KvLayout.ALL_LAYERS:
         pool_bytes = all_layers_bytes(layout, pool_bytes)
     changed = dataclasses.replace(other.engine_config(config), kv_cache_bytes=pool_bytes)
@@ -207,8 +207,8 @@ class _Comparison:
     def _most_at_once(self) -> int | None:
         """Requests at once beyond which the change would not show; None where it always does."""
         if not self.change.few_rows:
-            return None
-        return max(engine.skinny_rows for engine in self.engines.values())
+            return self.change.most_requests
+        return max(engine.facts.skinny_rows for engine in self.engines.values())
 
     def _asked(
         self, engine: Engine, prompts: Sequence[Prompt], params: Sequence[SamplingParams]

@@ -55,21 +55,22 @@ def sentences(left_out: Mapping[str, str]) -> str:
 
 def _lacks(change: Change, engine: Engine, config: EngineConfig) -> str | None:
     """What the change is about and this engine does not have."""
-    manifest = engine.manifest
-    backend = manifest.backend if config.backend == "auto" else config.backend
-    is_compiled = backend in TENSORRT_BACKENDS
+    manifest, facts = engine.manifest, engine.facts
+    is_compiled = config.backend_of(manifest) in TENSORRT_BACKENDS
     if change.gpu_only and is_compiled:
         return "as TensorRT has compiled its own"
-    if change.gpu_only and not engine.on_gpu:
+    if change.gpu_only and not facts.on_gpu:
         return "for want of a GPU"
-    if change.needs_graphs and engine.graphs not in change.needs_graphs:
-        return f"as cuda_graphs are {engine.graphs} here"
+    if change.needs_graphs and facts.graphs not in change.needs_graphs:
+        return f"as cuda_graphs are {facts.graphs} here"
     if change.needs_noise and (is_compiled or not _draws_by_position(manifest)):
         return "for want of position-keyed noise that can be switched off"
     if change.needs_recomputing and not is_recomputable(manifest):
         planes, noise = manifest.layout.strategy.name, manifest.noise_mode
         return f"as kv_planes {planes} with noise {noise} cannot be computed again"
-    if change.few_rows and not engine.skinny_rows:
+    if change.needs_joined and not facts.num_joined:
+        return "as the engine joins none of the checkpoint's products"
+    if change.few_rows and not facts.skinny_rows:
         return "as all products are PyTorch's here"
     return None
 

@@ -21,6 +21,7 @@ from looptrt.bench.runs import Prompt, Record, Run
 from looptrt.bench.watch import gained
 from looptrt.errors import EngineError, LooptrtError
 from looptrt.manifest import Manifest
+from looptrt.models.weights import empty_model
 from looptrt.runtime.admission import Admission
 from looptrt.runtime.config import EngineConfig
 from looptrt.runtime.engine_process import load_core
@@ -51,6 +52,25 @@ class Answers:
         return Answers(Run(ordered, sum(part.run.wall_s for part in parts)), counters)
 
 
+@dataclass(frozen=True)
+class Facts:
+    """What a running engine is like.
+
+    Attributes:
+        num_units: of the KV pool that requests may own.
+        on_gpu: whether it runs on a GPU.
+        graphs: its `cuda_graphs`; `off` where it has none, whatever was asked.
+        skinny_rows: up to which its matrix products are our own kernel's; 0 where none are.
+        num_joined: products of several of the checkpoint's matrices that run as one.
+    """
+
+    num_units: int
+    on_gpu: bool
+    graphs: str
+    skinny_rows: int
+    num_joined: int
+
+
 class Engine(Protocol):
     """What the ladder needs, wherever it runs."""
 
@@ -59,20 +79,8 @@ class Engine(Protocol):
         """Of the engine directory."""
 
     @property
-    def num_units(self) -> int:
-        """Units of the KV pool that requests may own."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether it runs on a GPU."""
-
-    @property
-    def graphs(self) -> str:
-        """Its `cuda_graphs`; `off` where it has none, whatever was asked."""
-
-    @property
-    def skinny_rows(self) -> int:
-        """Rows up to which its matrix products are our own kernel's; 0 where none are."""
+    def facts(self) -> Facts:
+        """What it is like."""
 
     def answer(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], deadline_s: float
@@ -94,14 +102,19 @@ class OfflineEngine:
     def __init__(self, engine_dir: Path, config: EngineConfig) -> None:
         self._core = load_core(engine_dir, config)
         self.manifest = self._core.manifest
-        self.num_units = int(self._core.stats()["num_units"])
-        self.on_gpu = self._core.device.type == "cuda"
-        self.graphs = config.cuda_graphs if "graph_captures" in self._core.stats() else "off"
-        self.skinny_rows = self._core.products.max_skinny_rows
+        stats, products = self._core.stats(), self._core.products
+        joined = set(empty_model(self.manifest).joined_products()) - products.apart
+        self.facts = Facts(
+            num_units=int(stats["num_units"]),
+            on_gpu=self._core.device.type == "cuda",
+            graphs=config.cuda_graphs if "graph_captures" in stats else "off",
+            skinny_rows=products.max_skinny_rows,
+            num_joined=len(joined),
+        )
         self._tokenizer = Tokenizer.of_engine(engine_dir)
         self._admission = Admission(
             manifest=self.manifest,
-            num_units=self.num_units,
+            num_units=self.facts.num_units,
             limits=config.limits(self.manifest),
             config=config,
             tokenizer=self._tokenizer,
@@ -199,12 +212,12 @@ class OfflineProcess:
         self._process.start()
         theirs.close()
         try:
-            manifest, *facts = self._receive(config.start_timeout_s)
-            self.num_units, self.on_gpu, self.graphs, self.skinny_rows = facts
+            manifest, facts = self._receive(config.start_timeout_s)
         except BaseException:
             self.close()
             raise
         self.manifest: Manifest = Manifest.from_json(manifest, engine_dir)
+        self.facts: Facts = facts
 
     def answer(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], deadline_s: float
@@ -247,8 +260,7 @@ def _serve(
         connection.send(str(error))
         return
     try:
-        facts = engine.num_units, engine.on_gpu, engine.graphs, engine.skinny_rows
-        connection.send((engine.manifest.to_json(), *facts))
+        connection.send((engine.manifest.to_json(), engine.facts))
         while True:
             connection.send(engine.answer(*connection.recv()))
     except (EOFError, BrokenPipeError, ConnectionResetError):

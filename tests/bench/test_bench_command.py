@@ -374,17 +374,47 @@ def test_graphs_and_what_rests_on_them_are_compared_where_there_are_any(
     settings: tuple[str, ...],
     graphs: str,
 ) -> None:
-    """Without them both sides were the same."""
+    """Without them both sides were the same; so they are without joined products, as in Huginn."""
     lengths = ("--concurrency", "1", "--prompt-tokens", "8", "--output-tokens", "2")
-    names = ("scheduling ahead", "CUDA graphs", "fused kernels")
+    names = ("scheduling ahead", "CUDA graphs", "fused kernels", "joined projections")
     asked = [word for name in names for word in ("--change", name)]
     gpu = ("--device", "cuda", "--max-graph-rows", "16", "--kv-cache-bytes", "4MiB")
     with gpu_on_cpu(monkeypatch):
         engine_dir = huginn_of(NoiseMode.POSITION)
         result = bench("ladder", *lengths, *asked, *gpu, *settings, engine_dir=engine_dir)
-    left_out = names[: 2 if graphs == "off" else 1]
-    assert result["left_out"] == dict.fromkeys(left_out, f"as cuda_graphs are {graphs} here")
+    left_out = dict.fromkeys(
+        names[: 2 if graphs == "off" else 1], f"as cuda_graphs are {graphs} here"
+    ) | {"joined projections": "as the engine joins none of the checkpoint's products"}
+    assert result["left_out"] == left_out
     assert {*result["arms"]} == {*names} - {*left_out}
+
+
+def test_speculation_is_compared_with_as_many_requests_as_guess(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more at once nobody guesses, and both sides were the same."""
+    directory, questions = tmp_path / "e", tmp_path / "questions.jsonl"
+    limits = {"max_batch_size": 16, "max_num_tokens": 128, "max_seq_len": 64}
+    build(BuildConfig(EXAMPLES / "tiny-ouro", directory, tokens_per_block=8, **limits))
+    samples = [{"prompt": s.prompt, "answer": s.answer} for s in islice(held_out(), 9)]
+    questions.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    at_once: list[int] = []
+    answer = OfflineEngine.answer
+
+    def watched(self: OfflineEngine, prompts: Any, params: Any, deadline_s: float) -> Any:
+        at_once.append(len(prompts))
+        return answer(self, prompts, params, deadline_s)
+
+    monkeypatch.setattr(OfflineEngine, "answer", watched)
+    lengths = ("--concurrency", "8", "--prompt-tokens", "8", "--output-tokens", "8")
+    quality = ("--questions", str(questions), "--answer-tokens", "6")
+    result = bench("ladder", *lengths, *quality, "--change", "speculation", engine_dir=directory)
+    row = result["arms"]["speculation"]
+    assert row["most_at_once"] == max(at_once) == 4
+    (cell,) = row["cells"]
+    assert cell["identical"] == cell["total"] == cell["requests"]
+    assert cell["with"]["median"]["counters"]["num_draft_tokens"] > 0
+    assert row["quality"]["num_samples"] == 9
 
 
 @pytest.mark.parametrize("rows", [0, 3])

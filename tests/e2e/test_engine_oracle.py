@@ -42,6 +42,18 @@ MAKERS = {
 VOCAB = 256
 
 
+def engine_dirs(root: Path, **limits: int) -> Callable[[str], Path]:
+    """Builds an engine directory of each model once, of pages of 8 tokens."""
+
+    def get(model: str) -> Path:
+        if not (root / model).exists():
+            MAKERS[model](root / f"{model}.c")
+            build(BuildConfig(root / f"{model}.c", root / model, tokens_per_block=8, **limits))
+        return root / model
+
+    return get
+
+
 @pytest.fixture(scope="session")
 def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Build:
     """Builds each (model, flags) once; returns the engine directory and the oracle."""

@@ -22,15 +22,10 @@ from looptrt.runtime.executor.graph_cache import GraphCache
 from looptrt.runtime.executor.step_graphs import StepGraphs
 from tests.e2e.test_engine_oracle import prompt_of
 from tests.support.checkpoints import tiny_ouro
-from tests.support.graphs_on_cpu import use_graphs_on_cpu
+from tests.support.graphs_on_cpu import device
 from tests.support.watched import Ask, Engine
 
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpu":
-        use_graphs_on_cpu(monkeypatch)
-    return str(request.param)
+__all__ = ["device"]
 
 
 @pytest.fixture(scope="module")

@@ -24,33 +24,20 @@ from looptrt.runtime.executor.graph_cache import graphs_kept, memory_for
 from looptrt.runtime.executor.step_graphs import StepGraphs
 from looptrt.runtime.padding import StepShape, usual_shapes
 from looptrt.runtime.pool_size import step_bytes
-from tests.e2e.test_engine_oracle import MAKERS, prompt_of
-from tests.support.graphs_on_cpu import use_graphs_on_cpu
+from tests.e2e.test_engine_oracle import MAKERS, engine_dirs, prompt_of
+from tests.support.graphs_on_cpu import device, use_graphs_on_cpu
 from tests.support.watched import LOOPS, Ask, Engine
+
+__all__ = ["device"]
 
 # 1,260 rows in one step; as few filling rows as max_seq_len bears on the CPU.
 PROMPTS = [prompt_of(105, index) for index in range(12)]
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpu":
-        use_graphs_on_cpu(monkeypatch)
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def engine_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("graph_rows")
-
-    def get(model: str) -> Path:
-        if not (root / model).exists():
-            MAKERS[model](root / f"{model}.c")
-            limits = {"tokens_per_block": 8, "max_batch_size": 12, "max_num_tokens": 2048}
-            build(BuildConfig(root / f"{model}.c", root / model, **limits))
-        return root / model
-
-    return get
+    return engine_dirs(root, max_batch_size=12, max_num_tokens=2048)
 
 
 def answers(engine_dir: Path, asks: list[Ask], **config: object) -> tuple[list, dict]:

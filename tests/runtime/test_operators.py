@@ -230,9 +230,9 @@ def test_whether_an_engine_is_on_a_gpu_is_its_devices_word(
             EngineCore, "stats", lambda core, n=gpu_bytes: {**stats(core), "gpu_memory_bytes": n}
         )
         engine = OfflineEngine(engine_dir, EngineConfig(device="cpu"))
-        assert not engine.on_gpu
+        assert not engine.facts.on_gpu
         engine.close()
         with monkeypatch.context() as context, gpu_on_cpu(context):
             engine = OfflineEngine(engine_dir, EngineConfig(**CONFIG))
-            assert engine.on_gpu
+            assert engine.facts.on_gpu
             engine.close()

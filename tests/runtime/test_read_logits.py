@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from looptrt.builder.build import BuildConfig, build
 from looptrt.errors import EngineError
 from looptrt.runtime.executor import cuda, graph_cache, step_graphs
 from looptrt.runtime.request import LogprobsMode, SamplerParams
 from looptrt.runtime.scheduler import Scheduler
-from tests.e2e.test_engine_oracle import MAKERS, prompt_of
-from tests.support.graphs_on_cpu import use_graphs_on_cpu
+from tests.e2e.test_engine_oracle import engine_dirs, prompt_of
+from tests.support.graphs_on_cpu import device
 from tests.support.watched import Ask, Engine
+
+__all__ = ["device"]
 
 VOCAB = 256
 EngineOf = Callable[..., Engine]
@@ -41,27 +42,10 @@ READERS = {
 PLAIN = [SamplerParams(), SamplerParams(temperature=1.0, seed=6)]
 
 
-@pytest.fixture(
-    params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)],
-)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "cpu":
-        use_graphs_on_cpu(monkeypatch)
-    return str(request.param)
-
-
 @pytest.fixture(scope="module")
 def engine_dir_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     root = tmp_path_factory.mktemp("read")
-
-    def get(model: str) -> Path:
-        if not (root / model).exists():
-            MAKERS[model](root / f"{model}.c")
-            limits = {"tokens_per_block": 8, "max_batch_size": 8, "max_num_tokens": 512}
-            build(BuildConfig(root / f"{model}.c", root / model, **limits))
-        return root / model
-
-    return get
+    return engine_dirs(root, max_batch_size=8, max_num_tokens=512)
 
 
 @pytest.fixture

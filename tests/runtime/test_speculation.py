@@ -16,7 +16,7 @@ from looptrt.runtime.outputs import FinishedRequest, StepOutput, TokenLogprobs
 from looptrt.runtime.protocol import parts_of
 from looptrt.runtime.request import ExitParams, ExitRule, FinishReason, SamplerParams
 from looptrt.runtime.sampler import filtered_probabilities
-from looptrt.runtime.speculation import draft_budget
+from looptrt.runtime.speculation import MOST_REQUESTS, draft_budget
 from looptrt.runtime.step_plan import StepPlan, StepResult
 from tests.runtime.test_scheduler import answer
 from tests.support.table import TableCore
@@ -47,6 +47,7 @@ def test_the_budget_is_the_issue_s_formula() -> None:
     assert [draft_budget(n, 512) for n in range(1, 10)] == [4, 3, 1, 1, 0, 0, 0, 0, 0]
     assert [draft_budget(n, 4) for n in range(1, 4)] == [3, 1, 0]
     assert draft_budget(0, 512) == 4
+    assert draft_budget(MOST_REQUESTS, 512) > draft_budget(MOST_REQUESTS + 1, 512) == 0
 
 
 @pytest.mark.parametrize("good_guesses", [0, 3, 7, 10])

@@ -23,6 +23,14 @@ from looptrt.runtime.request import SamplerParams
 from looptrt.runtime.sampler import draw, uniform
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where engines with graphs run: played on the CPU, and a GPU."""
+    if request.param == "cpu":
+        use_graphs_on_cpu(monkeypatch)
+    return str(request.param)
+
+
 class GraphsOnCpu(CudaExecutor):
     """`CudaExecutor` in host memory."""
 
