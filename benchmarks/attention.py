@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import re
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -25,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import build, copy_bandwidth, graph_of, microseconds, sanitize
+from kernels import build, copy_bandwidth, graph_of, microseconds, sanitize, steady
 from looptrt.bench.results import machine
 from looptrt.plugins import launch
 from looptrt.plugins import ops as _ops  # noqa: F401 - registers the operators
@@ -157,14 +158,14 @@ class Call:
         return worst
 
     def microseconds(self) -> float:
-        """Median time of one call among calls for all slots in one graph."""
+        """Median time of one call among calls for all slots in a graph that replays follow."""
         kept: list[Tensor] = []
 
         def work() -> None:
             kept.clear()
             kept.extend(self.run(slot) for slot in range(self.slots))
 
-        return microseconds(graph_of(work).replay) / self.slots
+        return statistics.median(steady(graph_of(work).replay)) / self.slots
 
 
 def kernel_times(call: Call) -> dict[str, float]:

@@ -18,7 +18,7 @@ constexpr int kBlock = kWarps * kLanes;
 constexpr int kWarpKeys = kTileKeys / kWarps;
 constexpr int kStages = 2;                 // tiles of K and V in shared memory
 constexpr int kQueuedItems = kStages + 2;  // found, but not yet summed
-constexpr int kMaxEarlyRows = 2;           // of a call that may start before the last kernel's end
+constexpr int kMaxEarlyTiles = 128;        // of a call that may start before the last kernel's end
 
 static_assert(kWarpKeys == 16, "a warp multiplies 16 keys at a time");
 static_assert(kFirstSplit % (2 * kTileKeys) == 0, "keys are looked up in pairs of tiles");
@@ -28,6 +28,13 @@ constexpr int kStageBytes = 2 * kTileKeys * TileLayout<kHeadDim>::kRowBytes;
 // As many blocks of a multiprocessor as its shared memory and registers hold.
 template <int kHeadDim>
 constexpr int kBlocksAnSm = kHeadDim == 128 ? 3 : 4;
+
+// What the kernel is launched with.
+struct DecodeArgs {
+  AttentionArgs call;
+  Partials partials;
+  TileDividers tiles;
+};
 
 // What a warp keeps for itself in shared memory.
 struct WarpShared {
@@ -44,30 +51,37 @@ __device__ __forceinline__ int warp() { return threadIdx.x / kLanes; }
 template <typename T, int kHeadDim>
 class TileCopier {
  public:
-  __device__ __forceinline__ TileCopier(AttentionArgs const& args, uint32_t stages,
-                                        WarpShared& shared)
-      : args_(args), pool_(args), shared_(shared), walk_(args) {
+  __device__ __forceinline__ TileCopier(DecodeArgs const& args, uint32_t stages, WarpShared& shared)
+      : args_(args.call), pool_(args.call), shared_(shared), walk_(args.call, args.tiles) {
+    findItem();
     uint32_t const keys = stages + warp() * kWarpKeys * Layout::kRowBytes;
 #pragma unroll
-    for (int i = 0; i < kCopies; ++i) {
+    for (int i = 0; i < kHalfCopies; ++i) {
       to_[i] = keys + Layout::byteOffset(chunk(i) / kChunks, chunk(i) % kChunks);
     }
-    findItem();
   }
 
   // Starts to copy the block's next tile, if there is one. Commits a group in any case.
   __device__ __forceinline__ void copyNext() {
     if (tiles_found_ > 0 || findSources()) {
 #pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        KeySource const source = shared_.sources[part_][chunk(i) / kChunks];
-        uint32_t const to = to_[i] + stage_ * kStageBytes<kHeadDim>;
-        copyChunkOrZero(to, source.key, chunk(i) % kChunks);
-        copyChunkOrZero(to + kStageBytes<kHeadDim> / 2, source.value, chunk(i) % kChunks);
+      for (int half = 0; half < 2; ++half) {
+        KeySource from[kHalfCopies];  // asked for before the first is used
+#pragma unroll
+        for (int i = 0; i < kHalfCopies; ++i) {
+          from[i] = shared_.sources[part_][8 * half + chunk(i) / kChunks];
+        }
+#pragma unroll
+        for (int i = 0; i < kHalfCopies; ++i) {
+          uint32_t const to =
+              to_[i] + 8 * half * Layout::kRowBytes + stage_ * kStageBytes<kHeadDim>;
+          copyChunkOrZero(to, from[i].key, chunk(i) % kChunks);
+          copyChunkOrZero(to + kStageBytes<kHeadDim> / 2, from[i].value, chunk(i) % kChunks);
+        }
       }
       if (++stage_ == kStages) stage_ = 0;
-      ++part_;
       --tiles_found_;
+      if (part_++ == 0) findNext();
     }
     commitCopies();
   }
@@ -88,8 +102,9 @@ class TileCopier {
  private:
   using Layout = TileLayout<kHeadDim>;
   static constexpr int kChunks = Layout::kChunks;
-  static constexpr int kCopies = kWarpKeys * kChunks / kLanes;
-  static_assert(kWarpKeys * kChunks % kLanes == 0);
+  // A lane's chunks of 8 of the warp's keys; those of the other 8 have the same places 8 rows on.
+  static constexpr int kHalfCopies = 8 * kChunks / kLanes;
+  static_assert(8 * kChunks % kLanes == 0 && kWarpKeys == 16);
 
   __device__ __forceinline__ static int chunk(int i) { return lane() + i * kLanes; }
   // The lane's key of a pair of tiles.
@@ -102,33 +117,39 @@ class TileCopier {
     return shared_.items[(num_items_ - 1) % kQueuedItems];
   }
 
+  // Takes the item where the walk stands, asks for entries of its first two tiles and only then
+  // writes it down.
   __device__ __forceinline__ void findItem() {
-    first_key_ = walk_.next(shared_.items[num_items_ % kQueuedItems]);
-    if (first_key_ < 0) return;
+    Item found;
+    first_key_ = -1;
+    if (!walk_.find(found)) return;
+    first_key_ = found.first_key;
+    entry_ = entryOf(args_, found.lookup, key(), found.last_key);
+    if (lane() == 0) shared_.items[num_items_ % kQueuedItems] = found;
+    __syncwarp();
     ++num_items_;
-    findEntry();
   }
 
-  __device__ __forceinline__ void findEntry() {
-    entry_ = entryOf(args_, item().lookup, key(), item().last_key);
+  // Asks for the entries of the two tiles after those that were found last.
+  __device__ __forceinline__ void findNext() {
+    first_key_ += 2 * kTileKeys;
+    if (first_key_ <= item().last_key) {
+      entry_ = entryOf(args_, item().lookup, key(), item().last_key);
+    } else {
+      walk_.advance();
+      findItem();
+    }
   }
 
-  // Finds the sources of the next two tiles; asks for the entries of those after them.
+  // Finds the sources of the next two tiles.
   __device__ __forceinline__ bool findSources() {
     if (first_key_ < 0) return false;
-    int const last_key = item().last_key;
     __syncwarp();  // the last ones have been read
     shared_.sources[lane() / kWarpKeys][lane() % kWarpKeys] =
         sourceOf(args_, pool_, item().lookup, entry_, key());
     __syncwarp();
     part_ = 0;
-    tiles_found_ = first_key_ + kTileKeys <= last_key ? 2 : 1;
-    first_key_ += 2 * kTileKeys;
-    if (first_key_ <= last_key) {
-      findEntry();
-    } else {
-      findItem();
-    }
+    tiles_found_ = first_key_ + kTileKeys <= item().last_key ? 2 : 1;
     return true;
   }
 
@@ -138,11 +159,11 @@ class TileCopier {
   ItemWalk walk_;      // as far as entries have been asked for
   int32_t first_key_;  // of the two tiles whose entries have been asked for; -1: of none
   int32_t entry_;      // of the lane's key among them
-  uint32_t to_[kCopies];
+  uint32_t to_[kHalfCopies];
   int32_t part_;             // of the two tiles that were found last, the next to copy
   int32_t tiles_found_ = 0;  // of them, not yet copied
   int32_t stage_ = 0;
-  int32_t num_items_ = 0, num_taken_ = 0;
+  uint32_t num_items_ = 0, num_taken_ = 0;
 };
 
 // One (row, head) pair of a tile.
@@ -164,16 +185,21 @@ class TileSummer {
  public:
   using Copier = TileCopier<T, kHeadDim>;
 
-  __device__ __forceinline__ TileSummer(AttentionArgs const& args, char* stages,
+  __device__ __forceinline__ TileSummer(DecodeArgs const& args, char* stages,
                                         uint32_t (&non_finite)[2][2])
-      : args_(args), stages_(stages), non_finite_(non_finite) {}
+      : args_(args.call), partials_(args.partials), stages_(stages), non_finite_(non_finite) {}
 
   __device__ __forceinline__ void sum(Item const& item, Copier& copier) {
-    storeRows(item);
-    int const position = positionOf(item, pairOf(item).row);
+    Pair const pair = pairOf(item);
     uint32_t queries[kSteps][4];
-    loadQueries(item, queries);
+    loadQueries(item, pair, queries);
+    int const position = positionOf(item, pair.row);
     int const first_position = positionOf(item, item.rows.begin);
+    Target const target = targetOf(item, pair, position);
+    bool const is_known = item.lookup.table != nullptr && isPosition(args_, position);
+    TileShape const shape{min(lane() / 4, item.count() - 1) * kScoreRow + lane() % 4 * 8,
+                          lane() / 4 < item.count(), hasOneRow(item)};
+    storeRows(item);
     RowState state;
     float sums[kColumns][4];
     state.clear();
@@ -182,16 +208,17 @@ class TileSummer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[j][i] = 0.0f;
     }
-    for (int first_key = item.first_key; first_key <= item.last_key; first_key += kTileKeys) {
+    int const last_key = item.last_key;
+    for (int first_key = item.first_key; first_key <= last_key; first_key += kTileKeys) {
       char* const key_tile = nextStage(copier);
-      scoreKeys(item, queries, key_tile);
+      scoreKeys(shape, queries, key_tile);
       __syncthreads();
       if (++num_tiles_ > 1) copier.copyNext();
-      addTile(item, first_key, first_position, position, key_tile, state, sums);
+      addTile(shape, first_key, first_position, position, key_tile, state, sums);
     }
     state.quadSum();
-    if (item.lookup.table == nullptr || !isPosition(args_, position)) state.sum[0] = quietNan();
-    hand(item, position, state, sums);
+    if (!is_known) state.sum[0] = quietNan();
+    hand(target, state, sums);
   }
 
  private:
@@ -202,6 +229,13 @@ class TileSummer {
   // Scores lie over the K that they were made of: a warp's as [8 pairs][16 keys].
   static constexpr int kScoreRow = 24 * sizeof(float);  // 4 rows side by side hit all banks
   static_assert(kTilePairs * kScoreRow <= kWarpKeys * Layout::kRowBytes);
+
+  // What an item's tiles have in common, for a thread.
+  struct TileShape {
+    int32_t scores;  // bytes from a warp's first score to the thread's first
+    bool is_pair;    // has the thread's row
+    bool has_one_row;
+  };
 
   // Waits for the warp's part of the next tile.
   __device__ __forceinline__ char* nextStage(Copier& copier) {
@@ -221,8 +255,12 @@ class TileSummer {
   // last pair, that one again.
   __device__ __forceinline__ static Pair pairOf(Item const& item) {
     int const index = min(lane() / 4, item.count() - 1);
-    int const row = index / item.num_heads;
+    int const row = hasOneRow(item) ? 0 : index / item.num_heads;
     return {item.rows.begin + row, item.first_head + index - row * item.num_heads};
+  }
+
+  __device__ __forceinline__ static bool hasOneRow(Item const& item) {
+    return item.rows.end - item.rows.begin == 1;
   }
 
   __device__ __forceinline__ int positionOf(Item const& item, int row) const {
@@ -230,10 +268,9 @@ class TileSummer {
   }
 
   // Q of the tile's pairs as left operands; zeros where there is no pair.
-  __device__ __forceinline__ void loadQueries(Item const& item,
+  __device__ __forceinline__ void loadQueries(Item const& item, Pair const& pair,
                                               uint32_t (&queries)[kSteps][4]) const {
     bool const is_pair = lane() / 4 < item.count();
-    Pair const pair = pairOf(item);
     T const* const from = static_cast<T const*>(args_.p.qkv) + pair.row * qkvWidth(args_) +
                           pair.head * kHeadDim + lane() % 4 * 2;
 #pragma unroll
@@ -255,58 +292,57 @@ class TileSummer {
     for (int row = item.rows.begin + warp(); row < item.rows.end; row += kWarps) {
       int const position = positionOf(item, row);
       if (position < item.first_key || position > item.last_key) continue;
-      T* const to = placeOf<T>(args_, item.lookup, position);
-      if (to == nullptr) continue;
       int const channel = (lane() - half * Layout::kChunks) * 8;
       T const* const from = static_cast<T const*>(args_.p.qkv) +
                             newKeyOffset(args_, row, item.lookup.kv_head) +
                             half * args_.layer.tokenStride();
-      storeVec(to + half * args_.layer.halfStride() + channel, loadVec<T, 8>(from + channel));
+      auto const chunk = loadVec<T, 8>(from + channel);  // on its way while its place is looked up
+      if (T* const to = placeOf<T>(args_, item.lookup, position); to != nullptr) {
+        storeVec(to + half * args_.layer.halfStride() + channel, chunk);
+      }
     }
   }
 
   // Leaves the scores of the warp's keys where their K was.
-  __device__ __forceinline__ void scoreKeys(Item const& item, uint32_t const (&queries)[kSteps][4],
+  __device__ __forceinline__ void scoreKeys(TileShape const& shape,
+                                            uint32_t const (&queries)[kSteps][4],
                                             char* key_tile) const {
     char* const own = key_tile + warp() * kWarpKeys * Layout::kRowBytes;
     float scores[2][4];
     multiplySixteenKeys<T, kHeadDim>(scores, queries, sharedAddress(own));
     __syncwarp();
-    int const row = lane() / 4;
-    if (row >= item.count()) return;
+    if (!shape.is_pair) return;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      *reinterpret_cast<float2*>(own + row * kScoreRow + 32 * j + lane() % 4 * 8) =
+      *reinterpret_cast<float2*>(own + shape.scores + 32 * j) =
           make_float2(scores[j][0], scores[j][1]);
     }
   }
 
   // The thread's part of all warps' scores.
-  __device__ __forceinline__ void gatherScores(Item const& item, char const* key_tile,
+  __device__ __forceinline__ void gatherScores(TileShape const& shape, char const* key_tile,
                                                float (&scores)[8][4]) const {
-    char const* const from =
-        key_tile + min(lane() / 4, item.count() - 1) * kScoreRow + lane() % 4 * 8;
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       float2 const two = *reinterpret_cast<float2 const*>(
-          from + j / 2 * kWarpKeys * Layout::kRowBytes + 32 * (j % 2));
+          key_tile + shape.scores + j / 2 * kWarpKeys * Layout::kRowBytes + 32 * (j % 2));
       scores[j][0] = two.x;
       scores[j][1] = two.y;
       scores[j][2] = scores[j][3] = 0.0f;
     }
   }
 
-  __device__ __forceinline__ void addTile(Item const& item, int first_key, int first_position,
+  __device__ __forceinline__ void addTile(TileShape const& shape, int first_key, int first_position,
                                           int position, char* key_tile, RowState& state,
                                           float (&sums)[kColumns][4]) {
     char* const value_tile = key_tile + kStageBytes<kHeadDim> / 2;
     float scores[8][4];
-    gatherScores(item, key_tile, scores);
+    gatherScores(shape, key_tile, scores);
     uint2 found = make_uint2(0, 0);
     if (first_key + kTileKeys - 1 > first_position) {
       int const positions[2] = {position, position};
       hideKeys(scores, first_key, positions);
-      if (item.rows.end - item.rows.begin > 1) {
+      if (!shape.has_one_row) {
         uint32_t (&noted)[2] = non_finite_[noted_];
         noted_ ^= 1;
         removeNonFinite<T, kHeadDim>(value_tile, noted, threadIdx.x, kBlock);
@@ -325,43 +361,53 @@ class TileSummer {
     if ((found.x | found.y) != 0 && seesOne(found, first_key, position)) state.sum[0] = quietNan();
   }
 
-  // Gives the split's sums on: to the result where the row has no other split, else to the fold.
-  __device__ __forceinline__ void hand(Item const& item, int position, RowState const& state,
+  // Where the thread gives its pair's sums of a split on.
+  struct Target {
+    int64_t place;   // of a partial result, or the pair's among all results; -1: nowhere
+    bool is_result;  // of a row without another split
+  };
+
+  // Found while keys are on their way.
+  __device__ __forceinline__ Target targetOf(Item const& item, Pair const& pair,
+                                             int position) const {
+    bool const is_result = splitOf(clampPosition(args_, position)) == 0;
+    if (lane() / 4 >= item.count() || (is_result && item.split != 0)) return {-1, is_result};
+    if (is_result) return {int64_t{pair.row} * args_.p.num_heads + pair.head, is_result};
+    int64_t const partial_row =
+        partials_.are_of_every_row
+            ? pair.row
+            : int64_t{item.sequence} * args_.few_rows + pair.row - item.lookup.rows.begin;
+    return {partialIndex(args_, partial_row, pair.head) + item.split, is_result};
+  }
+
+  __device__ __forceinline__ void hand(Target const& target, RowState const& state,
                                        float const (&sums)[kColumns][4]) const {
-    if (lane() / 4 >= item.count()) return;
-    Pair const pair = pairOf(item);
-    int const column = 8 * warp() * kColumns + lane() % 4 * 2;
-    if (splitOf(clampPosition(args_, position)) == 0) {
-      if (item.split != 0) return;
-      Fold const fold(negativeInfinity(), state.top[0]);
-      Normalise const normalise(fold(0.0f, state.sum[0]));
-      T* const to = static_cast<T*>(args_.p.attended) +
-                    (int64_t{pair.row} * args_.p.num_heads + pair.head) * kHeadDim + column;
+    if (target.place < 0) return;
+    int64_t const first = target.place * kHeadDim + 8 * warp() * kColumns + lane() % 4 * 2;
+    if (!target.is_result) {
 #pragma unroll
       for (int j = 0; j < kColumns; ++j) {
-        float const low = normalise(fold(0.0f, sums[j][0]));
-        float const high = normalise(fold(0.0f, sums[j][1]));
-        *reinterpret_cast<uint32_t*>(to + 8 * j) = Packed<T>::roundTo(low, high);
+        *reinterpret_cast<float2*>(partials_.values + first + 8 * j) =
+            make_float2(sums[j][0], sums[j][1]);
+      }
+      if (warp() == 0 && lane() % 4 == 0) {
+        partials_.summary[target.place] = make_float2(state.top[0], state.sum[0]);
       }
       return;
     }
-    Partials const partials(args_);
-    int64_t const partial_row =
-        args_.hasPartialOfEveryRow()
-            ? pair.row
-            : int64_t{item.sequence} * args_.few_rows + pair.row - item.lookup.rows.begin;
-    int64_t const place = partialIndex(args_, partial_row, pair.head) + item.split;
+    Fold const fold(negativeInfinity(), state.top[0]);
+    Normalise const normalise(fold(0.0f, state.sum[0]));
+    T* const to = static_cast<T*>(args_.p.attended) + first;
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
-      *reinterpret_cast<float2*>(partials.values + place * kHeadDim + column + 8 * j) =
-          make_float2(sums[j][0], sums[j][1]);
-    }
-    if (warp() == 0 && lane() % 4 == 0) {
-      partials.summary[place] = make_float2(state.top[0], state.sum[0]);
+      float const low = normalise(fold(0.0f, sums[j][0]));
+      float const high = normalise(fold(0.0f, sums[j][1]));
+      *reinterpret_cast<uint32_t*>(to + 8 * j) = Packed<T>::roundTo(low, high);
     }
   }
 
   AttentionArgs const& args_;
+  Partials const& partials_;
   char* stages_;
   uint32_t (&non_finite_)[2][2];
   int32_t noted_ = 0;  // of non_finite, the one that is zero
@@ -372,14 +418,14 @@ class TileSummer {
 // Blocks take the call's items in turn; how many blocks there are changes no bits.
 template <typename T, int kHeadDim>
 __global__ void __launch_bounds__(kBlock, kBlocksAnSm<kHeadDim>)
-    decodeAttentionKernel(AttentionArgs const args) {
+    decodeAttentionKernel(DecodeArgs const args) {
   extern __shared__ __align__(128) char stages[];
   __shared__ WarpShared shared[kWarps];
   __shared__ uint32_t non_finite[2][2];
-  if (threadIdx.x < 4) non_finite[threadIdx.x / 2][threadIdx.x % 2] = 0;
   // Tables, positions and the pool may be read at once: a kernel that writes them ends before the
   // next one starts. Rows of qkv may not.
   TileCopier<T, kHeadDim> copier(args, sharedAddress(stages), shared[warp()]);
+  if (threadIdx.x < 4) non_finite[threadIdx.x / 2][threadIdx.x % 2] = 0;
   bool has_waited = false;
 #pragma unroll 1
   for (int i = 0; i < kStages; ++i) {
@@ -390,7 +436,7 @@ __global__ void __launch_bounds__(kBlock, kBlocksAnSm<kHeadDim>)
     copier.copyNext();
   }
   if (!has_waited) waitForInputsAlone();
-  if (args.max_splits > 1) letNextStart();  // the fold
+  if (args.call.max_splits > 1) letNextStart();  // the fold
   TileSummer<T, kHeadDim> summer(args, stages, non_finite);
   while (copier.hasItem()) summer.sum(copier.takeItem(), copier);
 }
@@ -411,11 +457,16 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
     return error;
   }
   int const grid = std::min<int64_t>(most, int64_t{args.num_sms} * std::max(blocks_an_sm, 1));
-  // Many rows not before the last kernel has ended: on an H200, 32 sequences of 2048 then took 178
-  // us instead of 142. Uneven placement of blocks beside the last fold's is a guess, not proven.
-  bool const is_early = args.decodes_all && args.p.num_rows <= kMaxEarlyRows;
+  // Many tiles not before the last kernel has ended: on an H200, 32 sequences of 2048 then took 178
+  // us instead of 142, and 8 rows of 440 tiles at 576 positions 38.2 instead of 36.0; 8 rows of 128
+  // tiles took 16.4 instead of 17.1 by starting early. Uneven placement of blocks beside the last
+  // fold's is a guess, not proven.
+  int64_t const tiles = args.p.num_rows * args.p.num_kv_heads * args.head_tiles;
+  bool const is_early = args.decodes_all && tiles <= kMaxEarlyTiles;
+  DecodeArgs const decode_args{args, Partials(args), TileDividers(args)};
   Start const start = is_early ? Start::kOverlapping : Start::kAfterPrevious;
-  if (cudaError_t error = launchKernel(kernel, dim3(grid), kBlock, stream, args, bytes, start);
+  if (cudaError_t error =
+          launchKernel(kernel, dim3(grid), kBlock, stream, decode_args, bytes, start);
       error != cudaSuccess || args.max_splits == 1) {
     return error;
   }

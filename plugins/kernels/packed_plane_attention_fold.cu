@@ -8,6 +8,12 @@
 namespace looptrt {
 namespace {
 
+// What the kernel is launched with.
+struct FoldArgs {
+  AttentionArgs call;
+  Partials partials;
+};
+
 // Row and splits of a partial row; no splits where there is no row with partial results.
 struct FoldedRow {
   int64_t row;
@@ -26,48 +32,59 @@ __device__ __forceinline__ FoldedRow foldedRow(AttentionArgs const& args, int pa
     if (!args.hasPartialOfEveryRow()) row = rows.begin + partial_row % args.few_rows;
     if (row >= rows.end || !hasFewRows(args, rows.end - rows.begin)) return {0, 0};
   }
-  return {row, splitOf(clampPosition(args, args.p.positions[row])) + 1};
+  int const last_split = splitOf(clampPosition(args, args.p.positions[row]));
+  return {row, last_split == 0 ? 0 : last_split + 1};
 }
 
 // Folds a row's splits, in order. Grid: x partial rows, y heads; a thread for two channels.
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kHeadDim / 2) foldSplitsKernel(AttentionArgs const args) {
-  constexpr int kAtOnce = 16;  // partial results asked for before the first is used
+__global__ void __launch_bounds__(kHeadDim / 2) foldSplitsKernel(FoldArgs const fold_args) {
+  constexpr int kAtOnce = 16;   // partial results asked for before the first is used
+  constexpr int kTogether = 8;  // of them, folded without a branch
+  AttentionArgs const& args = fold_args.call;
   int const head = blockIdx.y;
+  int64_t const place = partialIndex(args, blockIdx.x, head);
+  float const* const values = fold_args.partials.values + place * kHeadDim + 2 * threadIdx.x;
+  float2 const* const summary = fold_args.partials.summary + place;
   // Operands may be read before the decode kernel ends: it let this one start, in every block,
   // only after it had waited for them. All threads wait all the same, for those who wait for this.
   auto const [row, num_splits] = foldedRow(args, blockIdx.x);
-  waitForInputs();
-  if (num_splits <= 1) return;
-  int64_t const place = partialIndex(args, blockIdx.x, head);
-  Partials const partials(args);
-  float const* const values = partials.values + place * kHeadDim + 2 * threadIdx.x;
-  float2 const* const summary = partials.summary + place;
-
   float top = negativeInfinity();
   float sum = 0.0f;
   float2 total = make_float2(0.0f, 0.0f);
-  for (int begin = 0; begin < num_splits; begin += kAtOnce) {
-    float2 split[kAtOnce];
+  int begin = 0;
+  waitForInputs();
+  do {  // without a branch from the wait to the first loads
     float2 state[kAtOnce];
+    float2 split[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      state[i] = make_float2(negativeInfinity(), 0.0f);
+      if (begin + i < num_splits) state[i] = summary[begin + i];
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (begin + i < num_splits) {
         split[i] = *reinterpret_cast<float2 const*>(values + int64_t{begin + i} * kHeadDim);
-        state[i] = summary[begin + i];
       }
     }
+    __syncwarp();  // for the compiler, which else asks for them one by one to save registers
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (begin + i < num_splits) {
-        Fold const fold(top, state[i].x);
+    for (int first = 0; first < kAtOnce; first += kTogether) {
+      if (begin + first >= num_splits) break;
+#pragma unroll
+      for (int i = first; i < first + kTogether; ++i) {
+        Fold const fold(top, state[i].x);  // of tops alone, not of the sums before
         top = fold.top;
-        sum = fold(sum, state[i].y);
-        total.x = fold(total.x, split[i].x);
-        total.y = fold(total.y, split[i].y);
+        bool const is_split = begin + i < num_splits;  // by selection: a fold may turn -0 to 0
+        sum = is_split ? fold(sum, state[i].y) : sum;
+        total.x = is_split ? fold(total.x, split[i].x) : total.x;
+        total.y = is_split ? fold(total.y, split[i].y) : total.y;
       }
     }
-  }
+    begin += kAtOnce;
+  } while (begin < num_splits);
+  if (num_splits == 0) return;
   Normalise const normalise(sum);
   T* const to = static_cast<T*>(args.p.attended) + (row * args.p.num_heads + head) * kHeadDim;
   *reinterpret_cast<uint32_t*>(to + 2 * threadIdx.x) =
@@ -79,7 +96,7 @@ cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
   auto* const kernel = foldSplitsKernel<T, kHeadDim>;
   if (cudaError_t error = prepareShared(kernel, 0); error != cudaSuccess) return error;
   return launchKernel(kernel, dim3(args.partialRows(), args.p.num_heads), kHeadDim / 2, stream,
-                      args, 0, Start::kOverlapping);
+                      FoldArgs{args, Partials(args)}, 0, Start::kOverlapping);
 }
 
 }  // namespace

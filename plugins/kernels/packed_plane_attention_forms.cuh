@@ -87,12 +87,17 @@ struct RowRange {
   int32_t begin, end;
 };
 
-// A sequence's rows; never outside the call's.
-__device__ __forceinline__ RowRange rowsOf(AttentionArgs const& args, int32_t sequence) {
+// Rows between two of cu_seqlens; never outside the call's.
+__device__ __forceinline__ RowRange rowsBetween(AttentionArgs const& args, int32_t from,
+                                                int32_t to) {
   int32_t const num_rows = static_cast<int32_t>(args.p.num_rows);
-  int32_t const begin = min(max(args.p.cu_seqlens[sequence], 0), num_rows);
-  int32_t const end = min(max(args.p.cu_seqlens[sequence + 1], begin), num_rows);
-  return {begin, end};
+  int32_t const begin = min(max(from, 0), num_rows);
+  return {begin, min(max(to, begin), num_rows)};
+}
+
+// A sequence's rows.
+__device__ __forceinline__ RowRange rowsOf(AttentionArgs const& args, int32_t sequence) {
+  return rowsBetween(args, args.p.cu_seqlens[sequence], args.p.cu_seqlens[sequence + 1]);
 }
 
 // Sequence of a row, by bisection; num_sequences for a row of none.
@@ -110,12 +115,17 @@ __device__ __forceinline__ int32_t sequenceOf(AttentionArgs const& args, int32_t
   return low;
 }
 
-// A sequence's unit ids, page by page; null if its slot or table row is out of range.
-__device__ __forceinline__ int32_t const* tableOf(AttentionArgs const& args, int32_t sequence) {
-  int64_t const slot = args.p.seq_slots[sequence];
-  int64_t const row = int64_t{args.p.row} + args.p.plane[0];
+// A slot's unit ids in a plane, page by page; null if the slot or its table row is out of range.
+__device__ __forceinline__ int32_t const* tableAt(AttentionArgs const& args, int32_t slot,
+                                                  int32_t plane) {
+  int64_t const row = int64_t{args.p.row} + plane;
   if (slot < 0 || slot >= args.p.max_slots || row < 0 || row >= args.p.table_rows) return nullptr;
-  return args.p.block_table + (slot * args.p.table_rows + row) * args.p.max_pages;
+  return args.p.block_table + (int64_t{slot} * args.p.table_rows + row) * args.p.max_pages;
+}
+
+// A sequence's.
+__device__ __forceinline__ int32_t const* tableOf(AttentionArgs const& args, int32_t sequence) {
+  return tableAt(args, args.p.seq_slots[sequence], args.p.plane[0]);
 }
 
 __device__ __forceinline__ bool isPosition(AttentionArgs const& args, int32_t position) {

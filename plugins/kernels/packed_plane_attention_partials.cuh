@@ -9,14 +9,16 @@
 
 namespace looptrt {
 
-// Of a row and head, all splits one after the other.
+// Of a row and head, all splits one after the other. Reckoned on the host, for a launch.
 struct Partials {
   float* values;    // [partial rows, num_heads, max_splits, head_dim]
   float2* summary;  // [partial rows, num_heads, max_splits]: RowState's top and sum
+  bool are_of_every_row;
 
-  __host__ __device__ explicit Partials(AttentionArgs const& args) {
+  explicit Partials(AttentionArgs const& args)
+      : values(static_cast<float*>(args.p.workspace)),
+        are_of_every_row(args.hasPartialOfEveryRow()) {
     int64_t const count = args.partialRows() * args.p.num_heads * args.max_splits;
-    values = static_cast<float*>(args.p.workspace);
     summary = reinterpret_cast<float2*>(values + count * args.p.head_dim);
   }
 };

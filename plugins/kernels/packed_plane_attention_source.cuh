@@ -68,18 +68,16 @@ __device__ __forceinline__ int32_t entryOf(AttentionArgs const& args, KeyLookup 
 template <typename T>
 __device__ __forceinline__ KeySource sourceOf(AttentionArgs const& args, KvPool<T> const& pool,
                                               KeyLookup const& lookup, int32_t entry, int key) {
-  KeySource source{nullptr, nullptr};
-  if (!isUnit(entry, pool.num_units)) return source;
-  T const* from = pool.base + args.layer.offset(entry, args.pages.token(key), lookup.kv_head);
-  int64_t value_step = args.layer.halfStride();
+  // The entry, which may still be on its way, is used as late as can be.
   int const row = newRowAt(args, lookup, key);
-  if (row >= 0) {
-    from = static_cast<T const*>(args.p.qkv) + newKeyOffset(args, row, lookup.kv_head);
-    value_step = args.layer.tokenStride();
-  }
-  source.key = reinterpret_cast<uint4 const*>(from);
-  source.value = reinterpret_cast<uint4 const*>(from + value_step);
-  return source;
+  bool const is_new = row >= 0;
+  T const* const base = is_new ? static_cast<T const*>(args.p.qkv) : pool.base;
+  int64_t const value_step = is_new ? args.layer.tokenStride() : args.layer.halfStride();
+  int64_t const offset = is_new ? newKeyOffset(args, row, lookup.kv_head)
+                                : args.layer.offset(entry, args.pages.token(key), lookup.kv_head);
+  if (!isUnit(entry, pool.num_units)) return {nullptr, nullptr};
+  T const* const from = base + offset;
+  return {reinterpret_cast<uint4 const*>(from), reinterpret_cast<uint4 const*>(from + value_step)};
 }
 
 // Where K of the token at a position inside the table is to be stored: null unless it is one of the

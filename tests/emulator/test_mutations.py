@@ -80,7 +80,7 @@ MUTATIONS = {
         attention_is_right,
     ),
     "splits folded before they are summed": (
-        Mutation(FOLD, "  waitForInputs();\n  if (num_splits", "  if (num_splits"),
+        Mutation(FOLD, "  waitForInputs();\n  do {", "  do {"),
         attention_is_right,
     ),
     "a partial result in the place of another round's sequence": (

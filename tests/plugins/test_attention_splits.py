@@ -1,4 +1,4 @@
-"""Page, unit and split arithmetic of packed_plane_attention, compiled for the host."""
+"""Quotients and page, unit and split arithmetic of packed_plane_attention, on the host."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ int main() {
   long a, b, c, d, e, f;
   while (std::scanf(" %c %ld %ld %ld %ld %ld %ld", &what, &a, &b, &c, &d, &e, &f) == 7) {
     if (what == 's') std::printf("%d %d\n", splitOf(a), splitBegin(a));
+    if (what == 'd') std::printf("%d %d\n", Divider(b).quotient(a), Divider(b).remainder(a));
     if (what == 'p') std::printf("%d %d\n", PageDivider(b).page(a), PageDivider(b).token(a));
     if (what == 'u') {
       LayerSlot const layer(a, b, c, 3, d);
@@ -85,6 +86,18 @@ def test_pages_and_tokens_of_positions(program: Path, page_size: int) -> None:
     positions = [0, 1, page_size - 1, page_size, 5 * page_size + 1, 2**30 - 1]
     got = answers(program, [("p", position, page_size) for position in positions])
     assert got == [list(divmod(position, page_size)) for position in positions]
+
+
+def test_quotients_by_what_the_host_knows(program: Path) -> None:
+    most = 2**31 - 1
+    near_powers = {2**bits + step for bits in range(31) for step in (-1, 0, 1)}
+    divisors = sorted(d for d in near_powers | {5, 6, 7, 9, 55, 440, 641, most} if 1 <= d <= most)
+    numbers = {
+        d: {0, 1, d - 1, d, most, most - 1, most // d * d, most // d * d - 1} for d in divisors
+    }
+    questions = [("d", number, d) for d in divisors for number in sorted(numbers[d])]
+    got = answers(program, questions)
+    assert got == [list(divmod(number, d)) for _, number, d in questions]
 
 
 def test_offsets_are_those_of_the_pool_s_tensor(program: Path) -> None:

@@ -7,11 +7,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define LOOPTRT_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define LOOPTRT_HOST_DEVICE inline
-#endif
+#include "looptrt/divider.cuh"
 
 namespace looptrt {
 
@@ -39,22 +35,15 @@ class LayerSlot {
   int64_t half_stride_, unit_stride_, begin_;
 };
 
-// Division by the page size; a shift where that is a power of two.
-struct PageDivider {
-  int32_t page_size;
-  int32_t shift;  // -1: no power of two
+// Pages of positions, which are not negative, and their tokens there.
+class PageDivider {
+ public:
+  explicit PageDivider(int32_t page_size) : pages_(page_size) {}
+  LOOPTRT_HOST_DEVICE int32_t page(int32_t position) const { return pages_.quotient(position); }
+  LOOPTRT_HOST_DEVICE int32_t token(int32_t position) const { return pages_.remainder(position); }
 
-  LOOPTRT_HOST_DEVICE explicit PageDivider(int32_t size) : page_size(size), shift(-1) {
-    for (int32_t bits = 0; bits < 31; ++bits) {
-      if (size == int32_t{1} << bits) shift = bits;
-    }
-  }
-  LOOPTRT_HOST_DEVICE int32_t page(int32_t position) const {
-    return shift >= 0 ? position >> shift : position / page_size;
-  }
-  LOOPTRT_HOST_DEVICE int32_t token(int32_t position) const {
-    return position - page(position) * page_size;
-  }
+ private:
+  Divider pages_;
 };
 
 // Whether an entry of a block table names a unit that holds tokens.
