@@ -29,6 +29,7 @@ from torch import Tensor
 from looptrt.bench.results import machine
 from looptrt.plugins import launch, reference
 from looptrt.plugins import ops as _ops  # noqa: F401 - registers the operators
+from looptrt.plugins.products import MAX_SKINNY_BYTES, Products
 
 ROOT = Path(__file__).resolve().parent.parent
 OPS = torch.ops.looptrt
@@ -419,10 +420,25 @@ def copy_bandwidth() -> float:
 Step = Callable[[Tensor], Tensor]
 
 
-def added_at_one_row(weights: list[Tensor], step: Step, take: int, hidden: int) -> float:
+def own_products(model: str) -> Products:
+    """Products of an engine of the model by default, unless it requires exact ones.
+
+    Those of few rows are `launch.skinny_linear`, where at least one matrix is small enough; see
+    `runtime.product_checks.skinny_rows`.
+    """
+    hidden, width, heads, kv_heads, head_dim, _ = MODELS[model]
+    others = ((heads + 2 * kv_heads) * head_dim, heads * head_dim, 2 * width, width)
+    is_any_small = any(2 * hidden * other <= MAX_SKINNY_BYTES for other in others)
+    return Products(launch.MAX_SKINNY_ROWS if is_any_small else 0)
+
+
+def added_at_one_row(
+    products: Products, weights: list[Tensor], step: Step, take: int, hidden: int
+) -> float:
     """What an operator adds to a chain of matrix-vector products, in µs.
 
     Args:
+        products: how they are computed; kernels start early beside our own, as in an engine.
         weights: [out, hidden], more of them than the L2 cache holds.
         step: the operator on [1, out].
         take: how many channels of its result go on to the next product.
@@ -434,11 +450,12 @@ def added_at_one_row(weights: list[Tensor], step: Step, take: int, hidden: int) 
         def run() -> None:
             x = start
             for weight in weights:
-                x = after(F.linear(x, weight))[:, :take]
+                x = after(products.linear(x, weight))[:, :take]
 
         return run
 
-    bare, full = (graph_of(chain(after)) for after in (lambda y: y, step))
+    with launch.overlapping_kernels(products.max_skinny_rows):
+        bare, full = (graph_of(chain(after)) for after in (lambda y: y, step))
     # One after the other, so that both see the same clocks.
     times = [(once(full.replay), once(bare.replay)) for _ in range(40)][5:]
     return statistics.median(a - b for a, b in times) / len(weights)
@@ -492,13 +509,21 @@ def one_row_cases(model: str) -> Iterator[tuple[str, int, int, Step]]:
     yield "fenced_silu_mul", 2 * width, hidden, OPS.fenced_silu_mul
 
 
-def time_one_row(model: str) -> dict[str, float]:
+def time_one_row(model: str) -> dict[str, dict[str, float]]:
+    """What every operator adds, in µs, beside each kind of products.
+
+    cuBLAS's and, where they are others, those of an engine of the model by default.
+    """
     hidden = MODELS[model][0]
-    results: dict[str, float] = {}
+    arms = {"one_row_added_us": Products()}
+    if (own := own_products(model)).max_skinny_rows:
+        arms["one_row_added_beside_own_us"] = own
+    results: dict[str, dict[str, float]] = {key: {} for key in arms}
     for name, out, take, step in one_row_cases(model):
         links = max(24, math.ceil(2e8 / (2 * out * hidden)))
         weights = [random(out, hidden, dtype=BF16, scale=hidden**-0.5) for _ in range(links)]
-        results[name] = added_at_one_row(weights, step, take, hidden)
+        for key, products in arms.items():
+            results[key][name] = added_at_one_row(products, weights, step, take, hidden)
     return results
 
 
@@ -601,12 +626,16 @@ def report(results: dict[str, Any]) -> None:
         return
     copied = timed["copy_gb_per_s"]
     print(f"copy bandwidth {copied:.0f} GB/s")
-    print(f"{'':46}{'1 row, added':>13}{'8192 rows':>12}{'of copy':>9}")
+    print(f"{'':46}{'1 row, added':>13}{'beside ours':>13}{'8192 rows':>12}{'of copy':>9}")
     for model, entry in timed["models"].items():
-        print(f"{model:14}{'torch.neg':32}{entry['one_row_added_us']['torch.neg']:>10.2f} us")
-        for name, (duration, rate) in entry["many_rows"].items():
-            added = entry["one_row_added_us"][name]
-            print(f"{model:14}{name:32}{added:>10.2f} us{duration:>9.1f} us{rate / copied:>9.0%}")
+        own = entry.get("one_row_added_beside_own_us", {})
+        for name, added in entry["one_row_added_us"].items():
+            line = f"{model:14}{name:32}{added:>10.2f} us"
+            line += f"{own[name]:>10.2f} us" if own else " " * 13
+            if name in entry["many_rows"]:  # not torch.neg
+                duration, rate = entry["many_rows"][name]
+                line += f"{duration:>9.1f} us{rate / copied:>9.0%}"
+            print(line)
 
 
 def main() -> None:
@@ -641,10 +670,7 @@ def main() -> None:
         results["time"] = {
             "copy_gb_per_s": copy_bandwidth(),
             "models": {
-                model: {
-                    "one_row_added_us": time_one_row(model),
-                    "many_rows": time_many_rows(model, 8192),
-                }
+                model: {**time_one_row(model), "many_rows": time_many_rows(model, 8192)}
                 for model in MODELS
             },
         }

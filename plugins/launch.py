@@ -409,7 +409,8 @@ def overlapping_kernels(most_rows: int) -> Iterator[None]:
 
     Faster between kernels of the library, slower after cuBLAS's. Changes no bits. It holds for
     the whole process, with the most rows of all blocks that are open; a captured graph keeps what
-    held at its capture.
+    held at its capture. Norms and ropes that start early read their weights and bias at once:
+    neither of the two kernels called before may write one.
 
     Args:
         most_rows: of a call that may; those of more are beside cuBLAS's products.

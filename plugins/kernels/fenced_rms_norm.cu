@@ -17,8 +17,7 @@ constexpr int kMaxRowBytes = 48 * 1024;      // two rows fit in the shared memor
 constexpr int kFreeSharedBytes = 48 * 1024;  // what a kernel gets without asking
 constexpr int kShortVectors = 4;             // a thread holds this many vectors in registers
 constexpr int kLongBatch = 4;                // vectors a thread reads before it writes one
-constexpr int kMinFewThreads = 128;          // of a row on fencedRmsNormOfFewKernel
-constexpr int kMaxFewThreads = 256;
+constexpr int kFewThreads = 128;             // of a row on fencedRmsNormOfFewKernel
 constexpr int kFewHidden = 2048;  // widths up to these have their own number of vectors a thread
 constexpr int kMaxFewHidden = 6144;
 constexpr int kLine = 128;  // bytes
@@ -49,6 +48,7 @@ struct NormArgs {
   FencedRmsNormParams p;
   RowSumPlan plan;
   int32_t rows_shift;
+  bool overlaps;  // the kernel may start before its inputs are there
 };
 
 // A thread's part of its row: vectors `step` elements apart, in the order in which it sums them.
@@ -182,13 +182,15 @@ class Weight {
 struct SquareSum {
   float sums[kSumLanes] = {};
 
-  template <typename T>
-  __device__ __forceinline__ void take(V<T> const& vec) {
+  SquareSum() = default;
+  // Of the first vector: 0 plus a square is the square.
+  __device__ __forceinline__ explicit SquareSum(Vec<float, kSumLanes> const& x) {
 #pragma unroll
-    for (int c = 0; c < kSumLanes; ++c) {
-      float const x = toFloat(vec[c]);
-      sums[c] = addRn(sums[c], mulRn(x, x));
-    }
+    for (int c = 0; c < kSumLanes; ++c) sums[c] = mulRn(x[c], x[c]);
+  }
+  __device__ __forceinline__ void take(Vec<float, kSumLanes> const& x) {
+#pragma unroll
+    for (int c = 0; c < kSumLanes; ++c) sums[c] = addRn(sums[c], mulRn(x[c], x[c]));
   }
   __device__ __forceinline__ float total() const {
     return addRn(addRn(addRn(sums[0], sums[1]), sums[2]), sums[3]);
@@ -210,6 +212,42 @@ __device__ __forceinline__ Vec<T, kSize> scale(Vec<T, kSize> const& x, float inv
 #pragma unroll
   for (int c = 0; c < kSize; ++c) scaled[c] = mulRn(toFloat(x[c]), inverse);
   return mulVec(roundVec<T>(scaled), weight);
+}
+
+// Four neighbours of 16 bits as two words. As V<T>, of which the compiler takes each element apart,
+// a vector that may be absent costs twice the instructions.
+using Words = Vec<uint32_t, kSumLanes / 2>;
+
+template <typename T>
+__device__ __forceinline__ Vec<float, kSumLanes> toFloats(Words const& words) {
+  return {Packed<T>::low(words[0]), Packed<T>::high(words[0]), Packed<T>::low(words[1]),
+          Packed<T>::high(words[1])};
+}
+
+// The operators of fence.cuh.
+template <typename T>
+__device__ __forceinline__ Words addWords(Words const& a, Words const& b) {
+  auto const x = toFloats<T>(a);
+  auto const y = toFloats<T>(b);
+  return {Packed<T>::roundTo(addRn(x[0], y[0]), addRn(x[1], y[1])),
+          Packed<T>::roundTo(addRn(x[2], y[2]), addRn(x[3], y[3]))};
+}
+// As addWords, wide again.
+template <typename T>
+__device__ __forceinline__ Vec<float, kSumLanes> addWide(Words const& a, Words const& b) {
+  auto const x = toFloats<T>(a);
+  auto const y = toFloats<T>(b);
+  Vec<float, kSumLanes> sum;
+#pragma unroll
+  for (int c = 0; c < kSumLanes; ++c) sum[c] = Packed<T>::rounded(addRn(x[c], y[c]));
+  return sum;
+}
+template <typename T>
+__device__ __forceinline__ Words scaleWords(Vec<float, kSumLanes> const& x, float inverse,
+                                            Words const& weight) {
+  uint32_t const low = Packed<T>::roundTo(mulRn(x[0], inverse), mulRn(x[1], inverse));
+  uint32_t const high = Packed<T>::roundTo(mulRn(x[2], inverse), mulRn(x[3], inverse));
+  return {Packed<T>::mul(low, weight[0]), Packed<T>::mul(high, weight[1])};
 }
 
 template <NormForm kForm>
@@ -299,7 +337,7 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
           xs[slot] = addVec(xs[slot], residuals[slot]);
           x.set(slot, offset, xs[slot]);
         }
-        sum.take<T>(xs[slot]);
+        sum.take(toFloatVec(xs[slot]));
       });
   float inverse = sum.inverseRms(plan, p.eps, sums);
 
@@ -314,7 +352,7 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
         [&](int slot, int offset) {
           V<T> v = scale(xs[slot], inverse, weights[slot]);
           if constexpr (!kAddsFirst<kForm>) v = addVec(residuals[slot], v);
-          next_sum.take<T>(v);
+          next_sum.take(toFloatVec(v));
           x.set(slot, offset, v);
           if (is_row) part.store(h, offset, v);
         });
@@ -423,48 +461,66 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
   scaleRow(last_weight, inverse, [&](int i, Vec<T, kWide> const& v) { storeVec(rows.y + i, v); });
 }
 
-// One row a block, for plans of kMinFewThreads threads and more: a thread stands for kJoined
-// threads of the plan, the first steps of whose tree are its own, and every warp takes the rest of
-// the tree alone, so that a sum costs one barrier. Few rows are a matter of latency.
-template <typename T, NormForm kForm, int kHidden, int kThreads, int kJoined>
-__global__ void __launch_bounds__(kThreads) fencedRmsNormOfFewKernel(NormArgs const args) {
-  constexpr int kSlots = kHidden / (kThreads * kSumLanes);
-  constexpr int kWarps = kThreads / kWarp;
-  __shared__ float shared[2][kThreads];
+// One row a block, for plans of kFewThreads threads and more: a thread stands for kJoined threads
+// of the plan, the first steps of whose tree are its own, and every warp takes the rest of the tree
+// alone, so that a sum costs one barrier. Few rows are a matter of latency: of how many
+// instructions one multiprocessor issues, and of nothing waiting for what could have been asked for
+// before.
+template <typename T, NormForm kForm, int kHidden, int kJoined>
+__global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs const args) {
+  constexpr int kSlots = kHidden / (kFewThreads * kSumLanes);
+  constexpr int kWarps = kFewThreads / kWarp;
+  __shared__ float shared[2][kFewThreads];
   FencedRmsNormParams const& p = args.p;
   int64_t const row = blockIdx.x;
   int const vectors = p.hidden / kSumLanes;
   RowOf<T, kForm> const rows(p, row);
   auto const* residual_row = static_cast<T const*>(p.residual) + row * p.hidden;
   letNextStart();
-  int const line = threadIdx.x * (kLine / static_cast<int>(sizeof(T)));
-  if (line < p.hidden) {
-    prefetchLine(rows.weight + line);
-    if constexpr (kHasTwoNorms<kForm>) prefetchLine(static_cast<T const*>(p.next_weight) + line);
-    if constexpr (kHasResidual<kForm>) prefetchLine(residual_row + line);
-  }
-  waitForInputs();
 
-  V<T> x[kSlots] = {};
-  V<T> residual[kSlots] = {};
-  V<T> weight[kSlots] = {};
-  V<T> next_weight[kSlots] = {};
-  auto const load = [&](V<T>(&into)[kSlots], void const* from) {
+  Words x[kSlots] = {};
+  Words residual[kSlots] = {};
+  Words weight[kSlots] = {};
+  Words next_weight[kSlots] = {};
+  // A plan has a vector for each of its threads, so the first kJoined are there.
+  auto const has = [&](int slot) {
+    return slot < kJoined || static_cast<int>(threadIdx.x) + slot * kFewThreads < vectors;
+  };
+  uint64_t const kept = keptInL2();
+  auto const load = [&](Words(&into)[kSlots], void const* from, bool is_kept) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      int const vec = threadIdx.x + slot * kThreads;
-      if (vec < vectors) {
-        into[slot] = loadVec<T, kSumLanes>(static_cast<T const*>(from) + vec * kSumLanes);
+      if (has(slot)) {
+        auto const* vec = static_cast<Words const*>(from) + threadIdx.x + slot * kFewThreads;
+        into[slot] = is_kept ? loadKept(vec, kept) : *vec;
       }
     }
   };
-  load(x, rows.x);
-  if constexpr (kHasResidual<kForm>) load(residual, residual_row);
-  load(weight, rows.weight);
-  if constexpr (kHasTwoNorms<kForm>) load(next_weight, p.next_weight);
-  auto const store = [&](T* to, int slot, V<T> const& value) {
-    int const vec = threadIdx.x + slot * kThreads;
-    if (vec < vectors) storeVec(to + vec * kSumLanes, value);
+  auto const loadWeights = [&] {
+    load(weight, rows.weight, true);
+    if constexpr (kHasTwoNorms<kForm>) load(next_weight, p.next_weight, true);
+  };
+  auto const loadInputs = [&] {
+    if constexpr (kHasResidual<kForm>) load(residual, residual_row, true);
+    load(x, rows.x, false);
+  };
+  // Weights need no waiting, but come after what is needed first where that is there. Where both
+  // are in one branch, the compiler puts the weights off until x is summed.
+  if (args.overlaps) {
+    loadWeights();
+    if constexpr (kHasResidual<kForm>) {
+      int const line = threadIdx.x * (kLine / static_cast<int>(sizeof(T)));
+      if (line < p.hidden) prefetchLine(residual_row + line);
+    }
+    waitForInputs();
+    loadInputs();
+  } else {
+    waitForInputs();
+    loadInputs();
+    loadWeights();
+  }
+  auto const store = [&](void* to, int slot, Words const& value) {
+    if (has(slot)) static_cast<Words*>(to)[threadIdx.x + slot * kFewThreads] = value;
   };
   if (rows.is_copied) {
 #pragma unroll
@@ -472,14 +528,17 @@ __global__ void __launch_bounds__(kThreads) fencedRmsNormOfFewKernel(NormArgs co
     return;
   }
 
-  // 1 / sqrt(mean + eps) of x.
-  auto const inverseRms = [&](float (&between)[kThreads]) {
-    SquareSum joined[kJoined];
-#pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) joined[slot % kJoined].template take<T>(x[slot]);
+  Vec<float, kSumLanes> wide[kSlots];
+  // 1 / sqrt(mean + eps) of wide; calls meanwhile() where that waits.
+  auto const inverseRms = [&](float (&between)[kFewThreads], auto&& meanwhile) {
     float own[kJoined];
 #pragma unroll
-    for (int i = 0; i < kJoined; ++i) own[i] = joined[i].total();
+    for (int i = 0; i < kJoined; ++i) {
+      SquareSum sum(wide[i]);
+#pragma unroll
+      for (int slot = i + kJoined; slot < kSlots; slot += kJoined) sum.take(wide[slot]);
+      own[i] = sum.total();
+    }
 #pragma unroll
     for (int offset = kJoined / 2; offset > 0; offset /= 2) {
 #pragma unroll
@@ -496,27 +555,42 @@ __global__ void __launch_bounds__(kThreads) fencedRmsNormOfFewKernel(NormArgs co
       for (int i = 0; i < offset; ++i) sums[i] = addRn(sums[i], sums[i + offset]);
     }
     float const sum = sumLanes<kWarp>(sums[0]);
+    meanwhile();
     return rsqrtf(addRn(mulRn(sum, args.plan.factor), p.eps));
   };
-  if constexpr (kAddsFirst<kForm>) {
 #pragma unroll
-    for (int slot = 0; slot < kSlots; ++slot) x[slot] = addVec(x[slot], residual[slot]);
+  for (int slot = 0; slot < kSlots; ++slot) {
+    if constexpr (kAddsFirst<kForm>) {
+      wide[slot] = addWide<T>(x[slot], residual[slot]);
+    } else {
+      wide[slot] = toFloats<T>(x[slot]);
+    }
   }
-  float inverse = inverseRms(shared[0]);
+  float inverse = inverseRms(shared[0], [] {});
   if constexpr (kHasTwoNorms<kForm>) {
-    auto* h = static_cast<T*>(p.h) + row * p.hidden;
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
-      x[slot] = scale(x[slot], inverse, weight[slot]);
-      if constexpr (!kAddsFirst<kForm>) x[slot] = addVec(residual[slot], x[slot]);
-      store(h, slot, x[slot]);
+      x[slot] = scaleWords<T>(wide[slot], inverse, weight[slot]);
+      if constexpr (!kAddsFirst<kForm>) x[slot] = addWords<T>(residual[slot], x[slot]);
+      wide[slot] = toFloats<T>(x[slot]);
     }
-    inverse = inverseRms(shared[1]);
+    inverse = inverseRms(shared[1], [&] {
+      auto* h = static_cast<T*>(p.h) + row * p.hidden;
+#pragma unroll
+      for (int slot = 0; slot < kSlots; ++slot) {
+        if (has(slot)) {
+          // The residual of a norm to come.
+          auto* to = reinterpret_cast<Words*>(h) + threadIdx.x + slot * kFewThreads;
+          storeKept(to, x[slot][0], x[slot][1], kept);
+        }
+      }
+    });
   }
 #pragma unroll
   for (int slot = 0; slot < kSlots; ++slot) {
-    store(rows.y, slot,
-          scale(x[slot], inverse, kHasTwoNorms<kForm> ? next_weight[slot] : weight[slot]));
+    store(
+        rows.y, slot,
+        scaleWords<T>(wide[slot], inverse, kHasTwoNorms<kForm> ? next_weight[slot] : weight[slot]));
   }
 }
 
@@ -526,9 +600,9 @@ template <typename T, NormForm kForm, int kHidden>
 Kernel kernelOfFew(int plan_threads) {
   // float32 is no model's dtype on a GPU: it has the general kernel alone.
   if constexpr (sizeof(T) == 2) {
-    if (plan_threads == 128) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 128, 1>;
-    if (plan_threads == 256) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 256, 1>;
-    if (plan_threads == 512) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 256, 2>;
+    if (plan_threads == kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 1>;
+    if (plan_threads == 2 * kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 2>;
+    if (plan_threads == 4 * kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 4>;
   }
   return nullptr;
 }
@@ -580,7 +654,7 @@ int waitingRows(NormForm form, Layout layout) {
 
 Layout layoutOf(RowSumPlan const& plan, int hidden, DType dtype) {
   if (plan.is_narrow) return Layout::kNarrow;
-  if (dtype != DType::kFloat32 && plan.threads == plan.group && plan.threads >= kMinFewThreads) {
+  if (dtype != DType::kFloat32 && plan.threads == plan.group && plan.threads >= kFewThreads) {
     if (hidden <= kFewHidden) return Layout::kFew;
     if (hidden <= kMaxFewHidden) return Layout::kFewLong;
   }
@@ -628,10 +702,10 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
   int64_t const grid = ceilDiv(p.num_tokens, rows_per_block);
   if (grid > kMaxGridX) return cudaErrorInvalidValue;
   int const block = layout == Layout::kChains ? kChainThreads
-                    : are_few                 ? std::min(plan.threads, kMaxFewThreads)
+                    : are_few                 ? kFewThreads
                                               : rows_per_block * plan.threads;
   if (are_few) start = startBesideProducts(p.num_tokens);
-  NormArgs const args{p, plan, log2Of(rows_per_block)};
+  NormArgs const args{p, plan, log2Of(rows_per_block), start == Start::kOverlapping};
   return dispatchDType(p.dtype, [&](auto tag) {
     Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout, plan);
     if (shared_bytes > kFreeSharedBytes) {

@@ -1,6 +1,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "fenced_rope.cuh"
 #include "looptrt/dispatch.cuh"
@@ -93,6 +94,20 @@ template <typename T, typename Table, int kPairs, bool kIsInterleaved>
 __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) {
   constexpr int kHeads = kPairs == 1 ? 1 : kWideHeads;
   FencedRopeParams const& p = args.p;
+  int64_t const token = blockIdx.x;
+  letNextStart();
+  uint64_t const kept = keptInL2();
+  // Of the tables and the bias, which the next layer needs again.
+  auto const loadAgain = [&](auto const* from) {
+    using Element = std::decay_t<decltype(*from)>;
+    if constexpr (kPairs == 1) {
+      return loadKept(reinterpret_cast<Vec<Element, 1> const*>(from), kept);
+    } else {
+      return loadVec<Element, kPairs>(from);
+    }
+  };
+  // Of a kernel that starts early, where the position lies most likely: it may be on its way.
+  int32_t position = loadKept(p.positions + token, kept);
   int const half = p.head_dim / 2;
   int const rotating_heads = p.num_heads + p.num_kv_heads;
   int const heads = rotating_heads + p.num_kv_heads;
@@ -101,21 +116,26 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
   int const first_head = group * kHeads;
   int const pair = (item - group * args.parts.divisor) * kPairs;
   int const step = kIsInterleaved ? kPairs : half;  // from a thread's low vector to its high one
-  int64_t const token = blockIdx.x;
-  letNextStart();
   int const begin = first_head * p.head_dim + (kIsInterleaved ? 2 * pair : pair);
+  bool const has_bias = p.bias != nullptr && first_head < rotating_heads;
+  Vec<T, kPairs> low_bias;
+  Vec<T, kPairs> high_bias;
+  auto const loadBias = [&](int h) {
+    T const* bias = static_cast<T const*>(p.bias) + begin + h * p.head_dim;
+    low_bias = loadAgain(bias);
+    high_bias = loadAgain(bias + step);
+  };
+  if constexpr (kHeads == 1) {
+    if (has_bias) loadBias(0);
+  }
   if (args.overlaps && first_head < rotating_heads) {
-    // Where the angles lie most likely: positions may still be on their way.
-    int64_t const guess = angleOf(p, __ldcg(p.positions + token)) + pair;
+    int64_t const guess = angleOf(p, position) + pair;
     prefetchLine(static_cast<Table const*>(p.cos) + guess);
     prefetchLine(static_cast<Table const*>(p.sin) + guess);
-    if (p.bias != nullptr) {
-      prefetchLine(static_cast<T const*>(p.bias) + begin);
-      prefetchLine(static_cast<T const*>(p.bias) + begin + step);
-    }
   }
   waitForInputs();
   if (first_head >= heads) return;
+  if (args.overlaps) position = loadKept(p.positions + token, kept);
 
   int64_t const offset = token * heads * p.head_dim + begin;
   T const* from = static_cast<T const*>(p.qkv) + offset;
@@ -129,17 +149,16 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
       high[h] = loadVec<T, kPairs>(from + h * p.head_dim + step);
     }
   }
-  int64_t const position = p.positions[token];
   int64_t const angle = angleOf(p, position) + pair;
-  auto const cos = loadVec<Table, kPairs>(static_cast<Table const*>(p.cos) + angle);
-  auto const sin = loadVec<Table, kPairs>(static_cast<Table const*>(p.sin) + angle);
+  auto const cos = loadAgain(static_cast<Table const*>(p.cos) + angle);
+  auto const sin = loadAgain(static_cast<Table const*>(p.sin) + angle);
 #pragma unroll
   for (int h = 0; h < kHeads; ++h) {
     if (first_head + h < rotating_heads) {
-      if (p.bias != nullptr) {
-        T const* bias = static_cast<T const*>(p.bias) + begin + h * p.head_dim;
-        low[h] = addVec(low[h], loadVec<T, kPairs>(bias));
-        high[h] = addVec(high[h], loadVec<T, kPairs>(bias + step));
+      if (has_bias) {
+        if constexpr (kHeads > 1) loadBias(h);
+        low[h] = addVec(low[h], low_bias);
+        high[h] = addVec(high[h], high_bias);
       }
       if constexpr (kIsInterleaved && kPairs > 1) separate(low[h], high[h]);
       turn(low[h], high[h], cos, sin);

@@ -345,7 +345,7 @@ class TileSummer {
       if (!shape.has_one_row) {
         uint32_t (&noted)[2] = non_finite_[noted_];
         noted_ ^= 1;
-        removeNonFinite<T, kHeadDim>(value_tile, noted, threadIdx.x, kBlock);
+        removeNonFinite<T, Layout>(value_tile, noted, threadIdx.x, kBlock);
         if (threadIdx.x < 2) non_finite_[noted_][threadIdx.x] = 0;
         __syncthreads();
         found = make_uint2(noted[0], noted[1]);

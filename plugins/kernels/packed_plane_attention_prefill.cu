@@ -3,22 +3,20 @@
 #include <algorithm>
 
 #include "packed_plane_attention_forms.cuh"
+#include "packed_plane_attention_products.cuh"
 #include "packed_plane_attention_source.cuh"
-#include "packed_plane_attention_tile.cuh"
 
 namespace looptrt {
 namespace {
 
 constexpr int kStages = 2;  // tiles of K and V in shared memory
+// Warps of a block that multiply in groups; 0 where single ones are faster.
+template <int kHeadDim>
+constexpr int kGroupWarps = kHeadDim == 64 ? 0 : 12;
 constexpr int kStaticBytes = 2 * kTileKeys * (sizeof(KeySource) + sizeof(void*)) + 128;
 
 template <int kHeadDim>
-constexpr int kTileBytes = kTileKeys * TileLayout<kHeadDim>::kRowBytes;
-// What a warp has folded.
-template <int kHeadDim>
-constexpr int kWarpBytes = kRowsAWarp * kHeadDim * int{sizeof(float)};
-template <int kHeadDim>
-constexpr int kBlocksAnSm = kHeadDim == 64 ? 3 : 1;
+constexpr int kTotalBytes = kRowsAWarp * kHeadDim * int{sizeof(float)};  // of a warp
 
 struct QueryTile {
   int32_t sequence;  // -1: no such tile
@@ -67,16 +65,15 @@ __device__ __forceinline__ QueryTile findTile(AttentionArgs const& args, int row
 }
 
 // 16 rows a warp of a sequence and one query head; keys in tiles of 64, copied one tile ahead.
-// Grid: x query heads, y tiles. The number of warps changes no bits.
-template <typename T, int kHeadDim, int kWarps>
-__global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
-    prefillAttentionKernel(AttentionArgs const args) {
-  using Layout = TileLayout<kHeadDim>;
+// Grid: x query heads, y tiles. Neither the number of warps nor Products changes bits.
+template <typename T, int kHeadDim, int kWarps, typename Products>
+__device__ __forceinline__ void attendPrefill(AttentionArgs const& args) {
+  using Layout = typename Products::Layout;
   constexpr int kChunks = Layout::kChunks;
   constexpr int kColumns = kHeadDim / 8;
-  static_assert(kRowsAWarp * Layout::kRowBytes <= kWarpBytes<kHeadDim>, "queries pass through it");
+  constexpr int kTileBytes = Products::kTileBytes;
 
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(16) char shared[];
   __shared__ KeySource sources[2][kTileKeys];
   __shared__ T* places[2][kTileKeys];  // where the block's own K is to be stored, or null
   __shared__ uint32_t non_finite[2][2];
@@ -86,11 +83,14 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
   constexpr int kRowsATile = kWarps * kRowsAWarp;
   int const warp = thread / 32;
   int const lane = thread % 32;
-  char* const stages = shared;
-  char* const own_bytes = stages + kStages * 2 * kTileBytes<kHeadDim> + warp * kWarpBytes<kHeadDim>;
-  // What the thread's rows have folded: a column pair of rows g and g + 8 each. Before that, where
-  // the warp's queries arrive.
-  float4* const totals = reinterpret_cast<float4*>(own_bytes) + lane;
+  char* const stages = shared + -sharedAddress(shared) % Products::kAlignment;
+  char* const totals_of_all = stages + kStages * 2 * kTileBytes;
+  // What the thread's rows have folded: a column pair of rows g and g + 8 each.
+  float4* const totals =
+      reinterpret_cast<float4*>(totals_of_all + warp * kTotalBytes<kHeadDim>) + lane;
+  // Queries that go on into registers wait where their warp's totals will be.
+  Products products(totals_of_all + (Products::kKeepsQueries ? kWarps * kTotalBytes<kHeadDim> : 0),
+                    warp);
 
   waitForInputsAlone();  // it stores K and V
   QueryTile const tile = findTile(args, kRowsATile, blockIdx.y);
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
     int const row = item / kChunks;
     int const chunk = item - row * kChunks;
     int64_t const from = min(first_row + row, last_row) * qkvWidth(args) + head * kHeadDim;
-    copyAsync16(sharedAddress(own_bytes) + Layout::byteOffset(row, chunk), qkv + from + chunk * 8);
+    copyAsync16(products.placeOfQuery(row, chunk), qkv + from + chunk * 8);
   }
   commitCopies();
   int const kv_head = head / args.group;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
   auto const isItem = [&](int i) { return kItems % kThreads == 0 || itemOf(i) < kItems; };
   auto const copyTile = [&](int index) {
     if (index < num_tiles) {
-      uint32_t const keys = sharedAddress(stages) + index % kStages * 2 * kTileBytes<kHeadDim>;
+      uint32_t const keys = sharedAddress(stages) + index % kStages * 2 * kTileBytes;
       KeySource from[kCopies];  // all asked for before the first is used
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -144,21 +144,25 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
         int const chunk = itemOf(i) % kChunks;
         uint32_t const to = keys + Layout::byteOffset(key, chunk);
         copyChunkOrZero(to, from[i].key, chunk);
-        copyChunkOrZero(to + kTileBytes<kHeadDim>, from[i].value, chunk);
+        copyChunkOrZero(to + kTileBytes, from[i].value, chunk);
       }
     }
     commitCopies();
   };
   auto const storeTile = [&](int index, char const* key_tile) {
-    for (int item = thread; item < kTileKeys * kChunks; item += kThreads) {
-      int const key = item / kChunks;
-      int const chunk = item - key * kChunks;
-      T* const place = places[index % 2][key];
-      if (place == nullptr) continue;
-      char const* const from = key_tile + Layout::byteOffset(key, chunk);
-      reinterpret_cast<uint4*>(place)[chunk] = *reinterpret_cast<uint4 const*>(from);
-      reinterpret_cast<uint4*>(place + args.layer.halfStride())[chunk] =
-          *reinterpret_cast<uint4 const*>(from + kTileBytes<kHeadDim>);
+    T* to[kCopies];
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      to[i] = isItem(i) ? places[index % 2][itemOf(i) / kChunks] : nullptr;
+    }
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      if (to[i] == nullptr) continue;
+      int const chunk = itemOf(i) % kChunks;
+      char const* const from = key_tile + Layout::byteOffset(itemOf(i) / kChunks, chunk);
+      reinterpret_cast<uint4*>(to[i])[chunk] = *reinterpret_cast<uint4 const*>(from);
+      reinterpret_cast<uint4*>(to[i] + args.layer.halfStride())[chunk] =
+          *reinterpret_cast<uint4 const*>(from + kTileBytes);
     }
   };
 
@@ -171,11 +175,16 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
   if (thread < 4) non_finite[thread / 2][thread % 2] = 0;
   __syncthreads();
   copyTile(0);
-  KeySource upcoming;  // of the tile after the next: asked for early, needed late
-  if (thread < kTileKeys) upcoming = findKey(2 * kTileKeys + thread);
+  // Of the tile after the next: asked for in one turn, used in the next one.
+  int32_t upcoming = 0;
+  auto const findEntry = [&](int key) { return entryOf(args, lookup, key, last_position); };
+  if (thread < kTileKeys) upcoming = findEntry(2 * kTileKeys + thread);
 
   int const warp_first = p.positions[min(first_row, last_row)];
-  int const warp_last = p.positions[min(first_row + kRowsAWarp - 1, last_row)];
+  // Of the warps that multiply together.
+  int const group_end = (first_row - tile.rows.begin) / Products::kRows * Products::kRows +
+                        Products::kRows + tile.rows.begin;
+  int const group_last = p.positions[min(group_end - 1, last_row)];
   int positions[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -212,58 +221,52 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
     state.clear();
   };
 
-  uint32_t queries[kHeadDim / 16][4];
   waitForCopiesBut<1>();
   __syncwarp();
-#pragma unroll
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    loadMatrices(queries[step],
-                 sharedAddress(own_bytes) + Layout::byteOffset(lane % 16, 2 * step + lane / 16));
-  }
+  products.takeQueries();
   int split_end = splitBegin(1);
   for (int index = 0; index < num_tiles; ++index) {
     int const first_key = index * kTileKeys;
     waitForCopiesBut<0>();
+    products.showTile();
     __syncthreads();
+    char* const key_tile = stages + index % kStages * 2 * kTileBytes;
+    char* const value_tile = key_tile + kTileBytes;
+    bool const has_work = first_key <= group_last;
+    float scores[8][4];
+    if (has_work) products.startScores(scores, sharedAddress(key_tile));
     copyTile(index + 1);
     if (thread < kTileKeys) {
-      sources[index % 2][thread] = upcoming;
-      upcoming = findKey((index + 3) * kTileKeys + thread);
+      int const key = first_key + 2 * kTileKeys + thread;
+      sources[index % 2][thread] = sourceOf(args, pool, lookup, upcoming, key);
+      upcoming = findEntry(key + kTileKeys);
     }
     if (hasOwn(index + 1) && place_key < kTileKeys) {
       places[(index + 1) % 2][place_key] = findPlace(first_key + kTileKeys + place_key);
     }
-    char* const key_tile = stages + index % kStages * 2 * kTileBytes<kHeadDim>;
-    char* const value_tile = key_tile + kTileBytes<kHeadDim>;
     if (hasOwn(index)) storeTile(index, key_tile);
     uint2 found = make_uint2(0, 0);
     if (first_key + kTileKeys - 1 > block_first) {
       uint32_t* const noted = non_finite[index % 2];
-      removeNonFinite<T, kHeadDim>(value_tile, noted, thread, kThreads);
+      removeNonFinite<T, Layout>(value_tile, noted, thread, kThreads);
       if (thread < 2) non_finite[(index + 1) % 2][thread] = 0;
+      products.showTile();
       __syncthreads();
       found = make_uint2(noted[0], noted[1]);
     }
+    products.finishScores();
     if (first_key == split_end) {
       foldSplit();
       ++split;
       split_end = splitBegin(split + 1);
     }
-    if (first_key > warp_last) continue;
+    if (!has_work) continue;
 
-    float scores[8][4];
-    multiplyKeys<T, kHeadDim>(
-        scores,
-        [&](int step, uint32_t (&a)[4]) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = queries[step][i];
-        },
-        sharedAddress(key_tile));
     if (first_key + kTileKeys - 1 > warp_first) hideKeys(scores, first_key, positions);
     float const fade[2] = {weigh(scores, state, args.scale, 0),
                            weigh(scores, state, args.scale, 1)};
     fadeSums(sums, fade);
-    addValues<T, kHeadDim>(sums, scores, sharedAddress(value_tile));
+    products.addValues(sums, scores, sharedAddress(value_tile));
     if ((found.x | found.y) != 0) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -290,31 +293,71 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksAnSm<kHeadDim>)
   }
 }
 
-template <int kHeadDim, int kWarps>
-constexpr int kBlockBytes = 2 * kStages * kTileBytes<kHeadDim> + kWarps * kWarpBytes<kHeadDim>;
+template <typename T, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, ProductsOfAWarp<T, kHeadDim>::kBlocksAnSm)
+    prefillAttentionKernel(AttentionArgs const args) {
+  attendPrefill<T, kHeadDim, kWarps, ProductsOfAWarp<T, kHeadDim>>(args);
+}
 
-template <int kWarps>
-int64_t mostTiles(AttentionArgs const& args) {
-  return args.p.num_rows / (kWarps * kRowsAWarp) + args.p.num_sequences;
+template <typename T, int kHeadDim, int kWarps>
+__global__ void __launch_bounds__(kWarps * 32, ProductsOfAGroup<T, kHeadDim>::kBlocksAnSm)
+    prefillAttentionByGroupsKernel(AttentionArgs const args) {
+  static_assert(kWarps * kRowsAWarp % ProductsOfAGroup<T, kHeadDim>::kRows == 0);
+#ifdef LOOPTRT_HAS_WARPGROUPS
+  attendPrefill<T, kHeadDim, kWarps, ProductsOfAGroup<T, kHeadDim>>(args);
+#else
+  __trap();  // hasWarpgroups says no
+#endif
+}
+
+template <typename Products, int kHeadDim, int kWarps>
+constexpr int kBlockBytes =
+    2 * kStages * Products::kTileBytes + Products::kAlignment +
+    kWarps * (kTotalBytes<kHeadDim> + (Products::kKeepsQueries ? Products::kWarpBytes : 0));
+
+// Whether the kernel's machine code at hand is that of sm_90a: PTX of an older one would be
+// translated without its instructions.
+template <typename Kernel>
+cudaError_t hasWarpgroups(Kernel* kernel, bool& has) {
+  cudaFuncAttributes attributes{};
+  cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel);
+  has = attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+  return error;
+}
+
+int64_t mostTiles(AttentionArgs const& args, int rows_a_tile) {
+  return args.p.num_rows / rows_a_tile + args.p.num_sequences;
+}
+
+template <typename Products, int kHeadDim, int kWarps>
+bool isEnough(AttentionArgs const& args) {
+  return kBlockBytes<Products, kHeadDim, kWarps> + kStaticBytes <= args.shared_bytes &&
+         mostTiles(args, kWarps * kRowsAWarp) * args.p.num_heads >= args.num_sms;
+}
+
+template <typename Products, int kHeadDim, int kWarps>
+cudaError_t launch(void (*kernel)(AttentionArgs), AttentionArgs const& args, cudaStream_t stream) {
+  constexpr int kBytes = kBlockBytes<Products, kHeadDim, kWarps>;
+  int64_t const tiles = mostTiles(args, kWarps * kRowsAWarp);
+  if (kBytes + kStaticBytes > args.shared_bytes) return cudaErrorInvalidConfiguration;
+  if (tiles > 65535) return cudaErrorInvalidValue;
+  if (cudaError_t error = prepareShared(kernel, kBytes); error != cudaSuccess) return error;
+  dim3 const grid(args.p.num_heads, tiles);
+  return launchKernel(kernel, grid, kWarps * 32, stream, args, kBytes, Start::kOverlapping);
 }
 
 // With the first number of warps whose block has enough shared memory and of which there are enough
 // blocks that no multiprocessor is left without one; else with the last.
 template <typename T, int kHeadDim, int kWarps, int... kFewerWarps>
-cudaError_t launch(AttentionArgs const& args, cudaStream_t stream) {
-  constexpr int kBytes = kBlockBytes<kHeadDim, kWarps>;
-  int64_t const tiles = mostTiles<kWarps>(args);
+cudaError_t launchByWarps(AttentionArgs const& args, cudaStream_t stream) {
+  using Products = ProductsOfAWarp<T, kHeadDim>;
   if constexpr (sizeof...(kFewerWarps) > 0) {
-    if (kBytes + kStaticBytes > args.shared_bytes || tiles * args.p.num_heads < args.num_sms) {
-      return launch<T, kHeadDim, kFewerWarps...>(args, stream);
+    if (!isEnough<Products, kHeadDim, kWarps>(args)) {
+      return launchByWarps<T, kHeadDim, kFewerWarps...>(args, stream);
     }
   }
-  if (kBytes + kStaticBytes > args.shared_bytes) return cudaErrorInvalidConfiguration;
-  if (tiles > 65535) return cudaErrorInvalidValue;
-  auto* const kernel = prefillAttentionKernel<T, kHeadDim, kWarps>;
-  if (cudaError_t error = prepareShared(kernel, kBytes); error != cudaSuccess) return error;
-  dim3 const grid(args.p.num_heads, tiles);
-  return launchKernel(kernel, grid, kWarps * 32, stream, args, kBytes, Start::kOverlapping);
+  return launch<Products, kHeadDim, kWarps>(prefillAttentionKernel<T, kHeadDim, kWarps>, args,
+                                            stream);
 }
 
 }  // namespace
@@ -323,12 +366,24 @@ cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t strea
   return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
     using T = typename decltype(tag)::Type;
     constexpr int kHeadDim = decltype(head_dim)::value;
+    if constexpr (kGroupWarps<kHeadDim> > 0) {
+      constexpr int kWarps = kGroupWarps<kHeadDim>;
+      using Products = ProductsOfAGroup<T, kHeadDim>;
+      auto* const kernel = prefillAttentionByGroupsKernel<T, kHeadDim, kWarps>;
+      if (isEnough<Products, kHeadDim, kWarps>(args)) {
+        bool has_warpgroups = false;
+        if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
+          return error;
+        }
+        if (has_warpgroups) return launch<Products, kHeadDim, kWarps>(kernel, args, stream);
+      }
+    }
     // Warps of a block, as many as registers and shared memory have place for. At 64 channels they
     // hold several small blocks, of which others work while one waits at a barrier: measured faster
     // there, slower at more. 12 warps are faster at 96 channels, 8 at 128; 3 fit in 99 KiB.
-    if constexpr (kHeadDim == 64) return launch<T, kHeadDim, 4>(args, stream);
-    if constexpr (kHeadDim == 96) return launch<T, kHeadDim, 12, 8, 4>(args, stream);
-    if constexpr (kHeadDim == 128) return launch<T, kHeadDim, 8, 4, 3>(args, stream);
+    if constexpr (kHeadDim == 64) return launchByWarps<T, kHeadDim, 4>(args, stream);
+    if constexpr (kHeadDim == 96) return launchByWarps<T, kHeadDim, 12, 8, 4>(args, stream);
+    if constexpr (kHeadDim == 128) return launchByWarps<T, kHeadDim, 8, 4, 3>(args, stream);
   });
 }
 

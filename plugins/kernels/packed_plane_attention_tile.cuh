@@ -258,13 +258,13 @@ struct Normalise {
 // P V multiplies a hidden key's V by 0, which a NaN or an infinity survives. In a tile that not all
 // rows see whole, such V is set to 0 first and its key noted; rows that see the key become NaN.
 
-// Zeroes chunks of a [64, kHeadDim] tile that hold a number that is not finite, and notes their
+// Zeroes chunks of a tile of 64 keys that hold a number that is not finite, and notes their
 // keys in found[2] (shared memory, zero before). For threads 0..num_threads-1 of those at work.
-template <typename T, int kHeadDim>
+template <typename T, typename Layout>
 __device__ __forceinline__ void removeNonFinite(char* tile, uint32_t* found, int thread,
                                                 int num_threads) {
-  using Layout = TileLayout<kHeadDim>;
   constexpr uint32_t kExponent = Packed<T>::kExponent;
+#pragma unroll 4
   for (int i = thread; i < kTileKeys * Layout::kChunks; i += num_threads) {
     int const key = i / Layout::kChunks;
     auto* chunk =

@@ -33,6 +33,7 @@ _FLAGS = (
     "-Dnodiscard=gnu::weak",  # of every launcher: those of kernels left out may be missing
     "-D__CUDACC__",
     f"-D__CUDA_ARCH__={ARCHITECTURE}",
+    "-D__CUDA_ARCH_FEAT_SM90_ALL",
 )
 # Of the kernels' operands: heap with the tensors' sizes, vectors with their alignment. An offset on
 # a null pointer is how a copy of zeros names no source.

@@ -31,7 +31,8 @@ class Order:
 
     Attributes:
         is_descending: the last thread, warp and block first.
-        copies_late: `cp.async` reads and writes when a wait demands it, or else at once.
+        copies_late: `cp.async` and `wgmma` read and write when a wait demands it, or else at once.
+        has_warpgroups: the library has machine code of sm_90a, or else PTX of an older one.
         num_sms: multiprocessors.
         shared_bytes: that a block may have.
     """
@@ -40,6 +41,7 @@ class Order:
     copies_late: bool = True
     num_sms: int = 3
     shared_bytes: int = 227 * 1024
+    has_warpgroups: bool = True
 
 
 def name_of(value: object) -> str | None:
@@ -59,7 +61,7 @@ ORDERS = (
     Order(),
     Order(is_descending=True),
     Order(copies_late=False),
-    Order(is_descending=True, copies_late=False),
+    Order(is_descending=True, copies_late=False, has_warpgroups=False),
 )
 
 
@@ -76,7 +78,11 @@ class Emulated(launch.Library):
     def in_use(self, order: Order = ORDERS[0]) -> Iterator[None]:
         """Give `launch` this library."""
         self._library.emulator_configure(
-            order.num_sms, order.shared_bytes, order.is_descending, order.copies_late
+            order.num_sms,
+            order.shared_bytes,
+            order.is_descending,
+            order.copies_late,
+            order.has_warpgroups,
         )
         was_deterministic = torch.are_deterministic_algorithms_enabled()
         with pytest.MonkeyPatch.context() as patch:

@@ -119,6 +119,40 @@ def test_ropes_have_their_twins_bits(
 
 
 @by_order
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_chain_of_norms_and_a_rope_reads_what_the_kernels_before_wrote(
+    rest: Emulated, rows: int, dtype: torch.dtype, order: Order
+) -> None:
+    """They start before their predecessors have ended; positions too are made in the chain."""
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    x = random(rows, 512, dtype=dtype)
+    weight, next_weight = (random(512, dtype=dtype, seed=i) for i in (1, 2))
+    bias = random(384, dtype=dtype, seed=3)
+    turn = random(50, 32, dtype=F32, seed=4), random(50, 32, dtype=F32, seed=5)
+    numbers = torch.arange(49, 49 - rows, -1, dtype=torch.int32)[:, None].view(F32)
+    order_of_rows = torch.arange(rows, dtype=torch.int32).flip(0).contiguous()
+
+    def chain() -> list[Tensor]:
+        y = launch.fenced_rms_norm(x, weight, eps=EPS)
+        h, y = launch.fenced_rms_norm_add_rms_norm(y, x, weight, next_weight, eps=EPS)
+        h, y = launch.fenced_add_rms_norm_rms_norm(y, h, weight, next_weight, eps=EPS)
+        y = launch.fenced_add_rms_norm(y, h, weight, eps=EPS)
+        y = launch.fenced_rms_norm(y, weight, eps=EPS)
+        # Just before the rope, which also needs what came before that.
+        positions = launch.compact_gather(numbers, order_of_rows).view(torch.int32).flatten()
+        turned = launch.fenced_bias_rope(y, bias, positions, *turn, **heads, interleaved=1)
+        return [h, y, turned]
+
+    with rest.in_use(order):
+        want = chain()
+        with rest.overlapping():
+            got = chain()
+    for one, other in zip(got, want, strict=True):
+        assert_bitwise(one, other)
+
+
+@by_order
 @by_dtype
 @pytest.mark.parametrize("width", [33, 352])
 def test_silu_mul_is_near_its_twin(

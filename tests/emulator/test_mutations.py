@@ -29,12 +29,18 @@ DECODE = "kernels/packed_plane_attention_decode.cu"
 FOLD = "kernels/packed_plane_attention_fold.cu"
 ITEMS = "kernels/packed_plane_attention_items.cuh"
 PREFILL = "kernels/packed_plane_attention_prefill.cu"
+PRODUCTS = "kernels/packed_plane_attention_products.cuh"
 TILE = "kernels/packed_plane_attention_tile.cuh"
+WGMMA = "include/looptrt/wgmma.cuh"
 LINEAR = "kernels/skinny_linear.cu"
 
 
 def attention_is_right(_: Emulated) -> None:
     results_are_near_float64(new_world, FAST[0])
+
+
+def attention_by_groups_is_right(_: Emulated) -> None:
+    results_are_near_float64(new_world, FAST[2])
 
 
 def attention_of_many_is_right(_: Emulated) -> None:
@@ -70,10 +76,20 @@ MUTATIONS = {
     "no barrier between two tiles": (  # keys of the last tile are taken for addresses
         Mutation(
             PREFILL,
-            "    waitForCopiesBut<0>();\n    __syncthreads();\n",
-            "    waitForCopiesBut<0>();\n",
+            "    products.showTile();\n    __syncthreads();\n    char* const key_tile",
+            "    products.showTile();\n    char* const key_tile",
         ),
         attention_is_right,
+    ),
+    "scores that are not waited for": (
+        Mutation(
+            PRODUCTS, "finishScores() const { waitForProducts(); }", "finishScores() const {}"
+        ),
+        attention_by_groups_is_right,
+    ),
+    "chunks exchanged otherwise than the hardware does": (
+        Mutation(WGMMA, "row / (8 / kSlabChunks) % kSlabChunks", "row % kSlabChunks"),
+        attention_by_groups_is_right,
     ),
     "a mask off by one": (
         Mutation(TILE, "i % 2 > positions[i / 2])", "i % 2 > positions[i / 2] + 1)"),
@@ -127,6 +143,7 @@ def test_the_checks_find(name: str, tmp_path: Path) -> None:
             "packed_plane_attention",
             [
                 attention_is_right,
+                attention_by_groups_is_right,
                 attention_of_many_is_right,
                 attention_hides_nan,
                 attention_chain_is_right,

@@ -24,7 +24,8 @@ pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
-# Every kernel: tensor cores at 64, 96, 128; groups of 1, 2, 8, 16 and 20 heads; the generic one.
+# Every kernel: tensor cores at 64, 96, 128; groups of 1, 2, 8, 16 and 20 heads; the generic one; so
+# many heads that the larger prompts fill a GPU, for which sm_90a has a kernel of its own.
 GEOMETRIES = [
     Geometry(4, 4, 128),
     Geometry(4, 2, 128, page_size=32, max_pages=32, dtype=F16),
@@ -33,6 +34,8 @@ GEOMETRIES = [
     Geometry(4, 4, 64, page_size=128, max_pages=8),
     Geometry(16, 1, 64, page_size=7, max_pages=150, dtype=F16),
     Geometry(20, 1, 128),
+    Geometry(72, 72, 128),
+    Geometry(72, 36, 96, dtype=F16),
     Geometry(4, 2, 32, dtype=F32),
     Geometry(3, 3, 8, page_size=5, max_pages=200),
     Geometry(6, 2, 80, dtype=F16),

@@ -70,6 +70,14 @@ struct Packed;
 template <>
 struct Packed<__nv_bfloat16> {
   static constexpr uint32_t kExponent = 0x7f80;  // all ones: infinity or NaN
+  __device__ __forceinline__ static float low(uint32_t pair) { return __uint_as_float(pair << 16); }
+  __device__ __forceinline__ static float high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+  }
+  // x rounded and wide again, in one step: what is rounded is the upper half of a float.
+  __device__ __forceinline__ static float rounded(float x) {
+    return __uint_as_float(roundTo(0.0f, x));
+  }
   __device__ __forceinline__ static uint32_t roundTo(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
@@ -90,6 +98,11 @@ struct Packed<__nv_bfloat16> {
 template <>
 struct Packed<__half> {
   static constexpr uint32_t kExponent = 0x7c00;  // all ones: infinity or NaN
+  __device__ __forceinline__ static float low(uint32_t pair) {
+    return toFloat(__half(__half_raw{static_cast<unsigned short>(pair)}));
+  }
+  __device__ __forceinline__ static float high(uint32_t pair) { return low(pair >> 16); }
+  __device__ __forceinline__ static float rounded(float x) { return low(roundTo(x, 0.0f)); }
   __device__ __forceinline__ static uint32_t roundTo(float low, float high) {
     uint32_t packed;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));

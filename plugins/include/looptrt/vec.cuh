@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace looptrt {
 
@@ -38,6 +39,50 @@ __device__ __forceinline__ void copyVecAsync(T* shared, T const* global) {
 }
 
 __device__ __forceinline__ void waitForCopies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Policy of memory that is read again and again while weights stream through the L2 cache: such a
+// line goes last. An access without it would make the line one like any other.
+__device__ __forceinline__ uint64_t keptInL2() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// One value of 2, 4 or 8 bytes by a policy of L2, past L1.
+template <typename V>
+__device__ __forceinline__ V loadKept(V const* from, uint64_t policy) {
+  V value;
+  if constexpr (sizeof(V) == 2) {
+    uint16_t bits;
+    asm volatile("ld.global.cg.L2::cache_hint.b16 %0, [%1], %2;"
+                 : "=h"(bits)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    memcpy(&value, &bits, sizeof(value));
+  } else if constexpr (sizeof(V) == 4) {
+    uint32_t bits;
+    asm volatile("ld.global.cg.L2::cache_hint.b32 %0, [%1], %2;"
+                 : "=r"(bits)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    memcpy(&value, &bits, sizeof(value));
+  } else {
+    static_assert(sizeof(V) == 8);
+    uint2 bits;
+    asm volatile("ld.global.cg.L2::cache_hint.v2.b32 {%0, %1}, [%2], %3;"
+                 : "=r"(bits.x), "=r"(bits.y)
+                 : "l"(from), "l"(policy)
+                 : "memory");
+    memcpy(&value, &bits, sizeof(value));
+  }
+  return value;
+}
+
+__device__ __forceinline__ void storeKept(void* to, uint32_t low, uint32_t high, uint64_t policy) {
+  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(low), "r"(high),
+               "l"(policy)
+               : "memory");
+}
 
 // Asks for a line of memory in the L2 cache, ahead of everything that merely streams through. L2 is
 // where stores meet, so this may come before waitForInputs() whoever writes there.

@@ -82,6 +82,15 @@ cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute attribute, int
   return cudaSuccess;
 }
 
+struct cudaFuncAttributes {
+  int ptxVersion, binaryVersion;
+};
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
+  *attributes = {emulator::settings.has_warpgroups ? 90 : 80, 90};
+  return cudaSuccess;
+}
+
 template <typename Kernel>
 cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
   *blocks = 2;

@@ -10,6 +10,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "context.h"
@@ -54,6 +55,7 @@ struct Fiber {
   bool is_at_gate = false;
   std::vector<Copy> copies;
   int num_committed = 0;
+  std::vector<std::function<void()>> products;
 };
 
 struct Array {
@@ -169,6 +171,7 @@ void perform(Copy const& copy) {
 void runFiber() {
   block->launch.body();
   if (!fiber->copies.empty()) fail("ends while a cp.async of it is on its way");
+  if (!fiber->products.empty()) fail("ends while a wgmma of it is on its way");
   fiber->state = Fiber::State::kEnded;
   --block->num_alive;
   releaseIfComplete(0);
@@ -409,13 +412,27 @@ void waitForCopies(int num_pending) {
   copies.erase(std::remove_if(copies.begin(), copies.end(), isDue), copies.end());
 }
 
+void multiplyAsync(std::function<void()> product) {
+  if (settings.copies_late) {
+    fiber->products.push_back(std::move(product));
+  } else {
+    product();
+  }
+}
+
+void waitForProducts() {
+  auto const products = std::exchange(fiber->products, {});
+  for (auto const& product : products) product();
+}
+
 }  // namespace emulator
 
 #define EMULATOR_API extern "C" __attribute__((visibility("default")))
 
 EMULATOR_API void emulator_configure(int num_sms, int shared_bytes, int is_descending,
-                                     int copies_late) {
-  emulator::settings = {num_sms, shared_bytes, is_descending != 0, copies_late != 0};
+                                     int copies_late, int has_warpgroups) {
+  emulator::settings = {num_sms, shared_bytes, is_descending != 0, copies_late != 0,
+                        has_warpgroups != 0};
 }
 
 // Runs what is enqueued. What went wrong since the last call, or null.

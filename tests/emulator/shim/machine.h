@@ -23,7 +23,8 @@ struct Settings {
   int num_sms = 3;
   int shared_bytes = 227 * 1024;  // a block may ask for
   bool is_descending = false;     // threads, warps and blocks, the last first
-  bool copies_late = true;        // cp.async happens when it is waited for, or else at once
+  bool copies_late = true;        // cp.async and wgmma happen when waited for, or else at once
+  bool has_warpgroups = true;     // machine code of sm_90a, or else translated PTX of an older one
 };
 extern Settings settings;
 
@@ -67,5 +68,9 @@ char* bytesOfShared(uint32_t address, unsigned bytes);
 void copyAsync(uint32_t to, void const* from, unsigned bytes, unsigned valid_bytes);
 void commitCopies();
 void waitForCopies(int num_pending);
+
+// wgmma: a warp's part of a product, which all of its lanes ask for in the same order.
+void multiplyAsync(std::function<void()> product);
+void waitForProducts();
 
 }  // namespace emulator

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <tuple>
+#include <utility>
 
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -169,6 +171,117 @@ inline void ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(uint32_t& d0, uint32_
   together("ldmatrix.trans", &own, loadTogether<true>);
 }
 
+// --- products of a warpgroup ---------------------------------------------------------------------
+// Every warp of the group makes its own 16 rows; of the hardware, only when is left open.
+struct GroupOperands {
+  float* d[48];
+  uint32_t const* a[4];  // null: a lies in shared memory
+  uint64_t a_tile, b_tile;
+  int num_columns;
+  bool is_b_transposed;
+};
+
+// The element in a row and column of a tile in shared memory that a descriptor is of. Rows run
+// along the columns of 16-byte chunks, unless it is transposed.
+template <typename T>
+float elementOfTile(uint64_t tile, int row, int k, bool is_transposed) {
+  auto const field = [&](int shift) { return static_cast<uint32_t>(tile >> shift & 0x3fff) << 4; };
+  uint32_t const swizzle = tile >> 62;  // 1: 128 bytes, 2: 64 bytes
+  if (swizzle != 1 && swizzle != 2) fail("wgmma with swizzle %u", swizzle);
+  uint32_t const row_bytes = swizzle == 1 ? 128 : 64;
+  int const slab = static_cast<int>(row_bytes) / 2;
+  uint32_t const leading = field(16), stride = field(32);
+  uint32_t const place =
+      is_transposed ? row / slab * leading + row % slab * 2 + k / 8 * stride + k % 8 * row_bytes
+                    : row / 8 * stride + row % 8 * row_bytes + k * 2;
+  uint32_t const address = field(0) + place;
+  uint32_t const exchanged = address ^ (address >> 7 & (row_bytes / 16 - 1)) << 4;
+  T element;
+  std::memcpy(&element, bytesOfShared(exchanged, 2), 2);
+  return wide(element);
+}
+
+template <typename T>
+void multiplyGroup(void* const* lanes) {
+  auto const& first = *static_cast<GroupOperands const*>(lanes[0]);
+  float a[16][16];
+  for (int lane = 0; lane < 32; ++lane) {
+    auto const& own = *static_cast<GroupOperands const*>(lanes[lane]);
+    for (int i = 0; i < 8; ++i) {
+      int const row = lane / 4 + i / 2 % 2 * 8;
+      int const k = lane % 4 * 2 + i % 2 + i / 4 * 8;
+      int const group_row = static_cast<int>(threadIdx.x) / 32 % 4 * 16 + row;
+      a[row][k] = own.a[0] == nullptr ? elementOfTile<T>(own.a_tile, group_row, k, false)
+                                      : wide(elementOf<T>(*own.a[i / 2], i % 2));
+    }
+  }
+  for (int column = 0; column < first.num_columns; ++column) {
+    float b[16];
+    for (int k = 0; k < 16; ++k) {
+      b[k] = elementOfTile<T>(first.b_tile, column, k, first.is_b_transposed);
+    }
+    for (int row = 0; row < 16; ++row) {
+      auto const& owner = *static_cast<GroupOperands const*>(lanes[row % 8 * 4 + column % 8 / 2]);
+      float& d = *owner.d[column / 8 * 4 + row / 8 * 2 + column % 2];
+      double sum = d;
+      for (int k = 0; k < 16; ++k) sum += double{a[row][k]} * b[k];
+      d = static_cast<float>(sum);
+    }
+  }
+}
+
+template <typename T>
+void startOwn(GroupOperands own) {
+  multiplyAsync([own]() mutable { together("wgmma", &own, multiplyGroup<T>); });
+}
+
+// kColumns / 2 accumulators, four registers or the tile of a, the tile of b, scales,
+// transpositions.
+template <typename T, int kColumns, size_t... kAccumulators, typename Operands>
+void startGroupOf(Operands const& all, std::index_sequence<kAccumulators...>) {
+  constexpr size_t kNext = kColumns / 2;
+  constexpr bool kIsShared = std::tuple_size_v<Operands> == kNext + 7;
+  GroupOperands own{{&std::get<kAccumulators>(all)...}, {}, 0, 0, kColumns, false};
+  if constexpr (kIsShared) {
+    own.a_tile = std::get<kNext>(all);
+    own.b_tile = std::get<kNext + 1>(all);
+    own.is_b_transposed = std::get<kNext + 6>(all) != 0;
+  } else {
+    own.a[0] = &std::get<kNext>(all);
+    own.a[1] = &std::get<kNext + 1>(all);
+    own.a[2] = &std::get<kNext + 2>(all);
+    own.a[3] = &std::get<kNext + 3>(all);
+    own.b_tile = std::get<kNext + 4>(all);
+    own.is_b_transposed = std::get<kNext + 8>(all) != 0;
+  }
+  startOwn<T>(own);
+}
+template <typename T, int kColumns, typename... Operands>
+void startGroup(Operands&&... operands) {
+  startGroupOf<T, kColumns>(std::forward_as_tuple(operands...),
+                            std::make_index_sequence<kColumns / 2>{});
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n64k16_f32_bf16_bf16(Operands&&... operands) {
+  startGroup<__nv_bfloat16, 64>(operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n64k16_f32_f16_f16(Operands&&... operands) {
+  startGroup<__half, 64>(operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n96k16_f32_bf16_bf16(Operands&&... operands) {
+  startGroup<__nv_bfloat16, 96>(operands...);
+}
+template <typename... Operands>
+void wgmma_mma_async_sync_aligned_m64n96k16_f32_f16_f16(Operands&&... operands) {
+  startGroup<__half, 96>(operands...);
+}
+inline void wgmma_fence_sync_aligned() {}
+inline void wgmma_commit_group_sync_aligned() {}
+inline void wgmma_wait_group_sync_aligned(int) { waitForProducts(); }
+inline void fence_proxy_async_shared_cta() {}
+
 // --- copies, barriers, launches ------------------------------------------------------------------
 inline void cp_async_cg_shared_global(uint32_t to, void const* from, unsigned bytes,
                                       unsigned valid_bytes) {
@@ -188,6 +301,24 @@ inline void cp_async_commit_group() { commitCopies(); }
 inline void cp_async_wait_group(int num_pending) { waitForCopies(num_pending); }
 inline void cp_async_wait_all() { waitForCopies(-1); }
 inline void prefetch_global_L2_evict_last(void const*) {}
+inline void createpolicy_fractional_L2_evict_last_b64(uint64_t& policy, float) { policy = 0; }
+template <typename T, int kSize>
+void loadInto(T* const (&to)[kSize], void const* from) {
+  for (int i = 0; i < kSize; ++i) *to[i] = static_cast<T const*>(from)[i];
+}
+inline void ld_global_cg_L2_cache_hint_b16(uint16_t& d, void const* from, uint64_t) {
+  loadInto({&d}, from);
+}
+inline void ld_global_cg_L2_cache_hint_b32(uint32_t& d, void const* from, uint64_t) {
+  loadInto({&d}, from);
+}
+inline void ld_global_cg_L2_cache_hint_v2_b32(uint32_t& d0, uint32_t& d1, void const* from, uint64_t) {
+  loadInto({&d0, &d1}, from);
+}
+inline void st_global_L2_cache_hint_v2_b32(void* to, uint32_t low, uint32_t high, uint64_t) {
+  static_cast<uint32_t*>(to)[0] = low;
+  static_cast<uint32_t*>(to)[1] = high;
+}
 
 inline void barrier_sync(unsigned id, unsigned num_threads) { barrier(id, num_threads); }
 inline void griddepcontrol_wait() { waitForPredecessor(); }
