@@ -10,9 +10,6 @@ namespace looptrt {
 namespace {
 
 constexpr int kStages = 2;  // tiles of K and V in shared memory
-// Warps of a block that multiply in groups; 0 where single ones are faster.
-template <int kHeadDim>
-constexpr int kGroupWarps = kHeadDim == 64 ? 0 : 12;
 constexpr int kStaticBytes = 2 * kTileKeys * (sizeof(KeySource) + sizeof(void*)) + 128;
 
 template <int kHeadDim>
@@ -330,9 +327,10 @@ int64_t mostTiles(AttentionArgs const& args, int rows_a_tile) {
 }
 
 template <typename Products, int kHeadDim, int kWarps>
-bool isEnough(AttentionArgs const& args) {
+bool isEnough(AttentionArgs const& args, int blocks_an_sm = 1) {
   return kBlockBytes<Products, kHeadDim, kWarps> + kStaticBytes <= args.shared_bytes &&
-         mostTiles(args, kWarps * kRowsAWarp) * args.p.num_heads >= args.num_sms;
+         mostTiles(args, kWarps * kRowsAWarp) * args.p.num_heads >=
+             int64_t{blocks_an_sm} * args.num_sms;
 }
 
 template <typename Products, int kHeadDim, int kWarps>
@@ -366,16 +364,21 @@ cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t strea
   return dispatchTensorCores(args.p, [&](auto tag, auto head_dim) {
     using T = typename decltype(tag)::Type;
     constexpr int kHeadDim = decltype(head_dim)::value;
-    if constexpr (kGroupWarps<kHeadDim> > 0) {
-      constexpr int kWarps = kGroupWarps<kHeadDim>;
+    if constexpr (kHeadDim != 64) {  // where single warps are faster
       using Products = ProductsOfAGroup<T, kHeadDim>;
-      auto* const kernel = prefillAttentionByGroupsKernel<T, kHeadDim, kWarps>;
-      if (isEnough<Products, kHeadDim, kWarps>(args)) {
-        bool has_warpgroups = false;
-        if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
-          return error;
-        }
-        if (has_warpgroups) return launch<Products, kHeadDim, kWarps>(kernel, args, stream);
+      auto* const kernel = prefillAttentionByGroupsKernel<T, kHeadDim, 12>;
+      auto* const smaller = prefillAttentionByGroupsKernel<T, kHeadDim, 8>;
+      bool has_warpgroups = false;
+      if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
+        return error;
+      }
+      // Three groups are faster than two where there are many blocks. Where some multiprocessors
+      // would get two of them and others one, smaller ones are shared out better.
+      if (has_warpgroups && isEnough<Products, kHeadDim, 12>(args, 2)) {
+        return launch<Products, kHeadDim, 12>(kernel, args, stream);
+      }
+      if (has_warpgroups && isEnough<Products, kHeadDim, 8>(args)) {
+        return launch<Products, kHeadDim, 8>(smaller, args, stream);
       }
     }
     // Warps of a block, as many as registers and shared memory have place for. At 64 channels they
