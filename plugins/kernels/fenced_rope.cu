@@ -5,6 +5,7 @@
 
 #include "fenced_rope.cuh"
 #include "looptrt/dispatch.cuh"
+#include "looptrt/divider.cuh"
 #include "looptrt/fence.cuh"
 #include "looptrt/launch.cuh"
 #include "looptrt/vec.cuh"
@@ -16,17 +17,6 @@ constexpr int kBlock = 128;
 constexpr int kWidePairs = 8;  // pairs a thread turns when the layout allows 16-byte accesses
 constexpr int kWideHeads = 4;  // heads it turns by the same angles
 constexpr int kFewTokens = 8;  // up to here many threads with little to do are faster
-
-// Division of numbers below 2**16 by one divisor.
-struct Divider {
-  uint32_t divisor, magic;
-
-  explicit Divider(uint32_t by) : divisor(by), magic(0xffffffffu / by + 1) {}
-  // A divisor of 1 has the magic 2**32, which is 0.
-  __device__ __forceinline__ uint32_t quotient(uint32_t n) const {
-    return divisor == 1 ? n : __umulhi(n, magic);
-  }
-};
 
 struct RopeArgs {
   FencedRopeParams p;
@@ -96,25 +86,31 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
   FencedRopeParams const& p = args.p;
   int64_t const token = blockIdx.x;
   letNextStart();
-  uint64_t const kept = keptInL2();
-  // Of the tables and the bias, which the next layer needs again.
+  // Interleaved pairs are Huginn's, whose layers stream more weights than L2 holds: tables and bias
+  // are wanted again by the next one. Elsewhere they are still there, and asking costs 0.1 us.
+  constexpr bool kKeeps = kPairs == 1 && kIsInterleaved;
+  uint64_t kept = 0;
+  if constexpr (kKeeps) kept = keptInL2();
   auto const loadAgain = [&](auto const* from) {
     using Element = std::decay_t<decltype(*from)>;
-    if constexpr (kPairs == 1) {
+    if constexpr (kKeeps) {
       return loadKept(reinterpret_cast<Vec<Element, 1> const*>(from), kept);
     } else {
       return loadVec<Element, kPairs>(from);
     }
   };
-  // Of a kernel that starts early, where the position lies most likely: it may be on its way.
-  int32_t position = loadKept(p.positions + token, kept);
+  auto const loadPosition = [&] {
+    if constexpr (kKeeps) return loadKept(p.positions + token, kept);
+    return __ldcg(p.positions + token);
+  };
+  int32_t position = loadPosition();  // a guess, where the kernel may start early
   int const half = p.head_dim / 2;
   int const rotating_heads = p.num_heads + p.num_kv_heads;
   int const heads = rotating_heads + p.num_kv_heads;
-  uint32_t const item = blockIdx.y * blockDim.x + threadIdx.x;
-  uint32_t const group = args.parts.quotient(item);
+  int const item = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
+  int const group = args.parts.quotient(item);
   int const first_head = group * kHeads;
-  int const pair = (item - group * args.parts.divisor) * kPairs;
+  int const pair = (item - group * args.parts.divisor()) * kPairs;
   int const step = kIsInterleaved ? kPairs : half;  // from a thread's low vector to its high one
   int const begin = first_head * p.head_dim + (kIsInterleaved ? 2 * pair : pair);
   bool const has_bias = p.bias != nullptr && first_head < rotating_heads;
@@ -135,7 +131,7 @@ __global__ void __launch_bounds__(kBlock) fencedRopeKernel(RopeArgs const args) 
   }
   waitForInputs();
   if (first_head >= heads) return;
-  if (args.overlaps) position = loadKept(p.positions + token, kept);
+  if (args.overlaps) position = loadPosition();
 
   int64_t const offset = token * heads * p.head_dim + begin;
   T const* from = static_cast<T const*>(p.qkv) + offset;
@@ -184,7 +180,7 @@ cudaError_t launchPairs(FencedRopeParams const& p, cudaStream_t stream) {
   auto* kernel = p.is_interleaved ? fencedRopeKernel<T, Table, kPairs, true>
                                   : fencedRopeKernel<T, Table, kPairs, false>;
   Start const start = startBesideProducts(p.num_tokens);
-  RopeArgs const args{p, Divider(static_cast<uint32_t>(parts)), start == Start::kOverlapping};
+  RopeArgs const args{p, Divider(parts), start == Start::kOverlapping};
   return launchKernel(kernel, grid, block, stream, args, 0, start);
 }
 
