@@ -367,18 +367,20 @@ cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t strea
     if constexpr (kHeadDim != 64) {  // where single warps are faster
       using Products = ProductsOfAGroup<T, kHeadDim>;
       auto* const kernel = prefillAttentionByGroupsKernel<T, kHeadDim, 12>;
-      auto* const smaller = prefillAttentionByGroupsKernel<T, kHeadDim, 8>;
       bool has_warpgroups = false;
-      if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
-        return error;
+      if (isEnough<Products, kHeadDim, 8>(args)) {
+        if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
+          return error;
+        }
       }
       // Three groups are faster than two where there are many blocks. Where some multiprocessors
       // would get two of them and others one, smaller ones are shared out better.
       if (has_warpgroups && isEnough<Products, kHeadDim, 12>(args, 2)) {
         return launch<Products, kHeadDim, 12>(kernel, args, stream);
       }
-      if (has_warpgroups && isEnough<Products, kHeadDim, 8>(args)) {
-        return launch<Products, kHeadDim, 8>(smaller, args, stream);
+      if (has_warpgroups) {
+        return launch<Products, kHeadDim, 8>(prefillAttentionByGroupsKernel<T, kHeadDim, 8>, args,
+                                             stream);
       }
     }
     // Warps of a block, as many as registers and shared memory have place for. At 64 channels they
