@@ -423,8 +423,8 @@ Step = Callable[[Tensor], Tensor]
 def own_products(model: str) -> Products:
     """Products of an engine of the model by default, unless it requires exact ones.
 
-    Those of few rows are `launch.skinny_linear`, where at least one matrix is small enough; see
-    `runtime.product_checks.skinny_rows`.
+    Those of few rows are `launch.skinny_linear`, where at least one matrix is small enough, as in
+    `runtime.product_checks.skinny_rows` (of one row up to however many makes no difference here).
     """
     hidden, width, heads, kv_heads, head_dim, _ = MODELS[model]
     others = ((heads + 2 * kv_heads) * head_dim, heads * head_dim, 2 * width, width)

@@ -377,9 +377,10 @@ def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
 
     Sums are float32, ordered by K alone and rounded once: an element's bits depend on its rows of
     x and weight, not on their neighbours (level batch_invariant). They are not cuBLAS's.
-    The kernel reads weight before its predecessor on the stream has ended, which may itself have
-    started so: neither of the two kernels called before may write it. x may be the result of the
-    one just before.
+    The kernel reads weight before its predecessors on the stream have ended, however many of this
+    library's: between one that writes it and this one there must be one that starts after its
+    predecessor has ended, as every kernel of another library does. x may be the result of the
+    kernel just before.
 
     Args:
         x: [R, K], R at most `MAX_SKINNY_ROWS`.
@@ -409,8 +410,8 @@ def overlapping_kernels(most_rows: int) -> Iterator[None]:
 
     Faster between kernels of the library, slower after cuBLAS's. Changes no bits. It holds for
     the whole process, with the most rows of all blocks that are open; a captured graph keeps what
-    held at its capture. Norms and ropes that start early read their weights and bias at once:
-    neither of the two kernels called before may write one.
+    held at its capture. Norms and ropes that start early read their weights and bias at once; who
+    may write those is said at `skinny_linear`.
 
     Args:
         most_rows: of a call that may; those of more are beside cuBLAS's products.

@@ -37,8 +37,8 @@ struct FencedRmsNormParams {
 // rounding fenced.
 // Errors: cudaErrorInvalidValue unless hidden and row_stride are multiples of 8 and a row takes at
 // most 48 KiB; cudaErrorMisalignedAddress unless pointers are aligned to 16 bytes.
-// Where kernels start early it reads weights before its predecessor on the stream has ended, which
-// may itself have started so: neither of the two kernels before may write a weight.
+// Where kernels start early it reads weights before it waits: see looptrt/launch.cuh for who may
+// write them.
 // Never allocates or syncs; capture-safe.
 [[nodiscard]] cudaError_t launchFencedRmsNorm(NormForm form, FencedRmsNormParams const& p,
                                               cudaStream_t stream);

@@ -174,8 +174,8 @@ cudaError_t launchPairs(FencedRopeParams const& p, cudaStream_t stream) {
   int64_t const heads = int64_t{p.num_heads} + 2 * int64_t{p.num_kv_heads};
   int64_t const parts = p.head_dim / 2 / kPairs;
   int64_t const items = ceilDiv(heads, kHeads) * parts;
-  if (items + kBlock > 65535 || p.num_tokens > kMaxGridX) return cudaErrorInvalidValue;
   int const block = std::min<int64_t>(ceilDiv(items, 32) * 32, kBlock);
+  if (ceilDiv(items, block) > 65535 || p.num_tokens > kMaxGridX) return cudaErrorInvalidValue;
   dim3 const grid(p.num_tokens, ceilDiv(items, block));
   auto* kernel = p.is_interleaved ? fencedRopeKernel<T, Table, kPairs, true>
                                   : fencedRopeKernel<T, Table, kPairs, false>;

@@ -26,8 +26,8 @@ struct FencedRopeParams {
 // Rotates q and k, copies v. rotated may alias qkv.
 // Exactness: equals_torch. Bias sum rounded to dtype; every product and sum of the rotation
 // rounded to table_dtype, the result to dtype.
-// Where kernels start early it reads bias before its predecessor on the stream has ended, which may
-// itself have started so: neither of the two kernels before may write bias.
+// Where kernels start early it reads bias before it waits: see looptrt/launch.cuh for who may write
+// it.
 // A position outside the tables makes q and k of its token NaN.
 // Errors: cudaErrorInvalidValue for an odd head_dim, no heads, or another table_dtype.
 // Never allocates or syncs; capture-safe.

@@ -69,6 +69,7 @@ __device__ __forceinline__ void attendPrefill(AttentionArgs const& args) {
   constexpr int kChunks = Layout::kChunks;
   constexpr int kColumns = kHeadDim / 8;
   constexpr int kTileBytes = Products::kTileBytes;
+  static_assert(Products::kKeepsQueries || Products::kWarpBytes <= kTotalBytes<kHeadDim>);
 
   extern __shared__ __align__(16) char shared[];
   __shared__ KeySource sources[2][kTileKeys];
@@ -85,7 +86,8 @@ __device__ __forceinline__ void attendPrefill(AttentionArgs const& args) {
   // What the thread's rows have folded: a column pair of rows g and g + 8 each.
   float4* const totals =
       reinterpret_cast<float4*>(totals_of_all + warp * kTotalBytes<kHeadDim>) + lane;
-  // Queries that go on into registers wait where their warp's totals will be.
+  // Queries that go on into registers wait where totals will be, which no warp writes before the
+  // first barrier of the tiles.
   Products products(totals_of_all + (Products::kKeepsQueries ? kWarps * kTotalBytes<kHeadDim> : 0),
                     warp);
 
@@ -251,7 +253,7 @@ __device__ __forceinline__ void attendPrefill(AttentionArgs const& args) {
       __syncthreads();
       found = make_uint2(noted[0], noted[1]);
     }
-    products.finishScores();
+    products.finishScores(scores);
     if (first_key == split_end) {
       foldSplit();
       ++split;
@@ -312,13 +314,13 @@ constexpr int kBlockBytes =
     2 * kStages * Products::kTileBytes + Products::kAlignment +
     kWarps * (kTotalBytes<kHeadDim> + (Products::kKeepsQueries ? Products::kWarpBytes : 0));
 
-// Whether the kernel's machine code at hand is that of sm_90a: PTX of an older one would be
-// translated without its instructions.
+// Whether the kernel's machine code at hand is that of sm_90a: elsewhere, and in PTX that a driver
+// translated, its body is a trap, without the variables of the real one.
 template <typename Kernel>
 cudaError_t hasWarpgroups(Kernel* kernel, bool& has) {
   cudaFuncAttributes attributes{};
   cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel);
-  has = attributes.binaryVersion == 90 && attributes.ptxVersion == 90;
+  has = attributes.sharedSizeBytes >= sizeof(KeySource) * 2 * kTileKeys;
   return error;
 }
 

@@ -54,7 +54,7 @@ class ProductsOfAWarp {
         },
         keys);
   }
-  __device__ __forceinline__ void finishScores() const {}
+  __device__ __forceinline__ void finishScores(float (&)[8][4]) const {}
   __device__ __forceinline__ void addValues(float (&sums)[kHeadDim / 8][4],
                                             float const (&weights)[8][4], uint32_t values) const {
     looptrt::addValues<T, kHeadDim>(sums, weights, values);
@@ -93,6 +93,7 @@ class ProductsOfAGroup {
 #pragma unroll
       for (int i = 0; i < 4; ++i) scores[j][i] = 0.0f;
     }
+    holdHere(scores);
     fenceProducts();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
@@ -101,7 +102,10 @@ class ProductsOfAGroup {
     }
     commitProducts();
   }
-  __device__ __forceinline__ void finishScores() const { waitForProducts(); }
+  __device__ __forceinline__ void finishScores(float (&scores)[8][4]) const {
+    waitForProducts();
+    holdHere(scores);
+  }
   // Waits for the end: nvcc 13.0 does not keep other values out of a left operand's registers until
   // a wait in the loop's next turn (wrong sums, measured).
   __device__ __forceinline__ void addValues(float (&sums)[kHeadDim / 8][4],
@@ -109,6 +113,8 @@ class ProductsOfAGroup {
     uint32_t packed[kTileKeys / 16][4];
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) packWeights<T>(weights, step, packed[step]);
+    holdHere(packed);
+    holdHere(sums);
     fenceProducts();
 #pragma unroll
     for (int step = 0; step < kTileKeys / 16; ++step) {
@@ -125,6 +131,7 @@ class ProductsOfAGroup {
     }
     commitProducts();
     waitForProducts();
+    holdHere(sums);
   }
 
  private:

@@ -23,9 +23,8 @@ struct SkinnyLinearParams {
 // y = x weight^T, summed in float32 and rounded once to dtype.
 // Exactness: batch_invariant. An element's sum is cut and ordered by `inputs` alone: its bits
 // depend on its row of x and its row of weight. The order is not cuBLAS's.
-// Starts before its predecessor on the stream has ended, which may itself have started so, and
-// reads weight at once: neither of the two kernels before this one may write weight. x may come
-// from the one just before.
+// Starts before its predecessor on the stream has ended and reads weight at once: see
+// looptrt/launch.cuh for who may write it. x may come from the kernel just before.
 // Errors: cudaErrorInvalidValue for too many rows or a size below 1. Never allocates or syncs;
 // capture-safe.
 [[nodiscard]] cudaError_t launchSkinnyLinear(SkinnyLinearParams const& p, cudaStream_t stream);

@@ -153,6 +153,8 @@ def _call(statement: str) -> str:
         if operand.strip()
     ]
     code = "".join(re.findall(r'"([^"]*)"', template)).strip().rstrip(";")
+    if not code:  # of no instruction: for the compiler alone
+        return "static_cast<void>(0)"
     if ";" in code:
         raise BuildError(f"asm of more than one instruction: {code!r}")
     instruction, _, arguments = code.partition(" ")

@@ -32,7 +32,7 @@ class Order:
     Attributes:
         is_descending: the last thread, warp and block first.
         copies_late: `cp.async` and `wgmma` read and write when a wait demands it, or else at once.
-        has_warpgroups: the library has machine code of sm_90a, or else PTX of an older one.
+        has_warpgroups: the machine code is that of sm_90a, or else of another GPU.
         num_sms: multiprocessors.
         shared_bytes: that a block may have.
     """

@@ -16,6 +16,7 @@ from tests.emulator.attention_checks import FAST, a_chain_reads_what_it_stored, 
 from tests.emulator.build import BuildError, Mutation, build
 from tests.emulator.emulated import ORDERS, Emulated, EmulatorError
 from tests.plugins.attention_cases import (
+    bits_do_not_depend_on_the_call,
     decode_beside_prefill_is_as_alone,
     later_nan_reaches_no_earlier_row,
     results_are_near_float64,
@@ -41,6 +42,10 @@ def attention_is_right(_: Emulated) -> None:
 
 def attention_by_groups_is_right(_: Emulated) -> None:
     results_are_near_float64(new_world, FAST[2])
+
+
+def attention_by_groups_of_chunks_is_right(_: Emulated) -> None:
+    bits_do_not_depend_on_the_call(new_world, FAST[1])
 
 
 def attention_of_many_is_right(_: Emulated) -> None:
@@ -83,13 +88,23 @@ MUTATIONS = {
     ),
     "scores that are not waited for": (
         Mutation(
-            PRODUCTS, "finishScores() const { waitForProducts(); }", "finishScores() const {}"
+            PRODUCTS,
+            "    waitForProducts();\n    holdHere(scores);",
+            "    holdHere(scores);",
         ),
         attention_by_groups_is_right,
     ),
     "chunks exchanged otherwise than the hardware does": (
         Mutation(WGMMA, "row / (8 / kSlabChunks) % kSlabChunks", "row % kSlabChunks"),
         attention_by_groups_is_right,
+    ),
+    "warps of a group that go through different tiles": (
+        Mutation(
+            PREFILL,
+            "p.positions[min(group_end - 1, last_row)]",
+            "p.positions[min(first_row + kRowsAWarp - 1, last_row)]",
+        ),
+        attention_by_groups_of_chunks_is_right,
     ),
     "a mask off by one": (
         Mutation(TILE, "i % 2 > positions[i / 2])", "i % 2 > positions[i / 2] + 1)"),
@@ -144,6 +159,7 @@ def test_the_checks_find(name: str, tmp_path: Path) -> None:
             [
                 attention_is_right,
                 attention_by_groups_is_right,
+                attention_by_groups_of_chunks_is_right,
                 attention_of_many_is_right,
                 attention_hides_nan,
                 attention_chain_is_right,

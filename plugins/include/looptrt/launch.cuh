@@ -25,6 +25,11 @@ inline Start startBesideProducts(int64_t num_rows) {
                                                                            : Start::kAfterPrevious;
 }
 
+// Weights (and bias) are read before waitForInputs() by kernels that start early, behind others
+// that did, any number of them. So between a kernel that writes a weight and one that reads it so
+// there must be one that starts after its predecessor has ended, as every kernel of another library
+// does.
+
 // Lets an overlapping kernel start, once every block of this one has called it or ended: worth its
 // place before waitForInputs() where the next kernel has something to do meanwhile. The next one's
 // waitForInputs() still waits for the end of this kernel.

@@ -77,7 +77,8 @@ LOOPTRT_API int looptrt_position_keyed_noise(void* noise, int32_t const* positio
                                              int32_t hidden, float std, float scale, int32_t dtype,
                                              void* stream);
 
-// weight must not be written by the kernel just before on the stream.
+// Between a kernel that writes weight and this one there must be one on the stream that starts
+// after its predecessor has ended, as every kernel of another library does.
 LOOPTRT_API int looptrt_skinny_linear(void* y, void const* x, void const* weight, int64_t num_rows,
                                       int32_t outputs, int32_t inputs, int32_t dtype, void* stream);
 

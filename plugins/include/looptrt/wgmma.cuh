@@ -93,7 +93,7 @@ __device__ __forceinline__ void startMultiplyAdd64(float (&d)[8][4], uint64_t a,
       : "memory");
 }
 
-// d += a * b of 16 keys, b: rowsOf(), its columns d's: 64 from group 8 kFirst on, or 96. a must
+// d += a * b of 16 keys, b: rowsOf(), its columns d's: 64 from column 8 kFirst on, or 96. a must
 // stay as it is until waitForProducts(), which the compiler does not see to.
 template <int kFirst, int kColumns>
 __device__ __forceinline__ void startMultiplyAddTransposed64(float (&d)[kColumns][4],
@@ -189,7 +189,29 @@ __device__ __forceinline__ void startMultiplyAddTransposed96(float (&d)[kColumns
       : "memory");
 }
 
-// Before the first of some products: what their operands were written by is done.
+// Ties registers to this place of the code: what was written before stays before, what is read
+// after stays after. The compiler does not know that a product's registers are in use until the
+// wait.
+template <int kGroups>
+__device__ __forceinline__ void holdHere(float (&registers)[kGroups][4]) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    asm volatile(""
+                 : "+f"(registers[j][0]), "+f"(registers[j][1]), "+f"(registers[j][2]),
+                   "+f"(registers[j][3])::"memory");
+  }
+}
+template <int kGroups>
+__device__ __forceinline__ void holdHere(uint32_t (&registers)[kGroups][4]) {
+#pragma unroll
+  for (int j = 0; j < kGroups; ++j) {
+    asm volatile(""
+                 : "+r"(registers[j][0]), "+r"(registers[j][1]), "+r"(registers[j][2]),
+                   "+r"(registers[j][3])::"memory");
+  }
+}
+
+// Before the first of some products: their registers have been written.
 __device__ __forceinline__ void fenceProducts() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

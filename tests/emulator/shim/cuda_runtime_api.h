@@ -83,11 +83,11 @@ cudaError_t cudaFuncSetAttribute(Kernel kernel, cudaFuncAttribute attribute, int
 }
 
 struct cudaFuncAttributes {
-  int ptxVersion, binaryVersion;
+  size_t sharedSizeBytes;  // of variables; here of all kernels or of none
 };
 template <typename Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
-  *attributes = {emulator::settings.has_warpgroups ? 90 : 80, 90};
+  *attributes = {emulator::settings.has_warpgroups ? size_t{4096} : 0};
   return cudaSuccess;
 }
 

@@ -29,6 +29,7 @@ constexpr size_t kArenaBytes = 512 * 1024;
 constexpr size_t kGuardBytes = 128;
 constexpr size_t kFreeSharedBytes = 48 * 1024;  // of dynamic shared memory, without asking for more
 constexpr unsigned kWarp = 32;
+constexpr unsigned kGroup = 4 * kWarp;  // a warpgroup's threads
 constexpr unsigned kNumBarriers = 16;
 constexpr unsigned char kGuard = 0xa5;
 constexpr unsigned char kNothing = 0xff;  // NaN in every float type
@@ -56,6 +57,7 @@ struct Fiber {
   std::vector<Copy> copies;
   int num_committed = 0;
   std::vector<std::function<void()>> products;
+  int num_products = 0;  // asked for, ever
 };
 
 struct Array {
@@ -232,6 +234,12 @@ void checkEnd(Block& of) {
     if (of.fibers[i].state == Fiber::State::kEnded) continue;
     noteError(nameOf(of.index) + ", thread " + std::to_string(i) +
               " waits for ever: " + of.fibers[i].what);
+    return;
+  }
+  for (unsigned i = 0; i < of.fibers.size(); ++i) {
+    if (of.fibers[i].num_products == of.fibers[i / kGroup * kGroup].num_products) continue;
+    noteError(nameOf(of.index) + ", thread " + std::to_string(i) +
+              " left its warpgroup alone with a wgmma");
     return;
   }
   bool is_intact = of.isGuard(0, kGuardBytes);
@@ -413,6 +421,7 @@ void waitForCopies(int num_pending) {
 }
 
 void multiplyAsync(std::function<void()> product) {
+  ++fiber->num_products;
   if (settings.copies_late) {
     fiber->products.push_back(std::move(product));
   } else {

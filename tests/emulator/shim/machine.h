@@ -24,7 +24,7 @@ struct Settings {
   int shared_bytes = 227 * 1024;  // a block may ask for
   bool is_descending = false;     // threads, warps and blocks, the last first
   bool copies_late = true;        // cp.async and wgmma happen when waited for, or else at once
-  bool has_warpgroups = true;     // machine code of sm_90a, or else translated PTX of an older one
+  bool has_warpgroups = true;     // machine code of sm_90a, or else of another GPU
 };
 extern Settings settings;
 

@@ -312,7 +312,8 @@ inline void ld_global_cg_L2_cache_hint_b16(uint16_t& d, void const* from, uint64
 inline void ld_global_cg_L2_cache_hint_b32(uint32_t& d, void const* from, uint64_t) {
   loadInto({&d}, from);
 }
-inline void ld_global_cg_L2_cache_hint_v2_b32(uint32_t& d0, uint32_t& d1, void const* from, uint64_t) {
+inline void ld_global_cg_L2_cache_hint_v2_b32(uint32_t& d0, uint32_t& d1, void const* from,
+                                              uint64_t) {
   loadInto({&d0, &d1}, from);
 }
 inline void st_global_L2_cache_hint_v2_b32(void* to, uint32_t low, uint32_t high, uint64_t) {
