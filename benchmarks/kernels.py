@@ -432,19 +432,20 @@ def own_products(model: str) -> Products:
     return Products(launch.MAX_SKINNY_ROWS if is_any_small else 0)
 
 
-def added_at_one_row(
-    products: Products, weights: list[Tensor], step: Step, take: int, hidden: int
+def added_at(
+    rows: int, products: Products, weights: list[Tensor], step: Step, take: int, hidden: int
 ) -> float:
-    """What an operator adds to a chain of matrix-vector products, in µs.
+    """What an operator adds to a chain of products of few rows, in µs.
 
     Args:
+        rows: how many.
         products: how they are computed; kernels start early beside our own, as in an engine.
         weights: [out, hidden], more of them than the L2 cache holds.
-        step: the operator on [1, out].
+        step: the operator on [rows, out].
         take: how many channels of its result go on to the next product.
         hidden: width of the chain.
     """
-    start = random(1, hidden, dtype=BF16)
+    start = random(rows, hidden, dtype=BF16)
 
     def chain(after: Step) -> Callable[[], None]:
         def run() -> None:
@@ -461,14 +462,14 @@ def added_at_one_row(
     return statistics.median(a - b for a, b in times) / len(weights)
 
 
-def one_row_cases(model: str) -> Iterator[tuple[str, int, int, Step]]:
+def few_rows_cases(model: str, rows: int) -> Iterator[tuple[str, int, int, Step]]:
     """(operator, product's output width, channels that go on, operator's call)."""
     hidden, width, heads, kv_heads, head_dim, kind = MODELS[model]
-    w1, w2, r = (random(hidden, dtype=BF16) for _ in range(3))
-    r = r[None]
+    w1, w2 = (random(hidden, dtype=BF16) for _ in range(2))
+    r = random(rows, hidden, dtype=BF16)
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim}
     cos, sin = tables(head_dim, BF16 if kind == "half" else F32)
-    positions = torch.tensor([77], dtype=torch.int32, device="cuda")
+    positions = torch.full((rows,), 77, dtype=torch.int32, device="cuda")
     pairs = int(kind == "pairs")
     bias = random((heads + kv_heads) * head_dim, dtype=BF16)
     # No operator of ours: what any small kernel costs in this place.
@@ -509,21 +510,22 @@ def one_row_cases(model: str) -> Iterator[tuple[str, int, int, Step]]:
     yield "fenced_silu_mul", 2 * width, hidden, OPS.fenced_silu_mul
 
 
-def time_one_row(model: str) -> dict[str, dict[str, float]]:
-    """What every operator adds, in µs, beside each kind of products.
+def time_few_rows(model: str) -> dict[str, dict[str, float]]:
+    """What every operator adds, in µs: at one row beside each kind of products, and at eight.
 
     cuBLAS's and, where they are others, those of an engine of the model by default.
     """
     hidden = MODELS[model][0]
-    arms = {"one_row_added_us": Products()}
+    arms = {"one_row_added_us": (1, Products()), "eight_rows_added_us": (8, Products())}
     if (own := own_products(model)).max_skinny_rows:
-        arms["one_row_added_beside_own_us"] = own
-    results: dict[str, dict[str, float]] = {key: {} for key in arms}
-    for name, out, take, step in one_row_cases(model):
-        links = max(24, math.ceil(2e8 / (2 * out * hidden)))
-        weights = [random(out, hidden, dtype=BF16, scale=hidden**-0.5) for _ in range(links)]
-        for key, products in arms.items():
-            results[key][name] = added_at_one_row(products, weights, step, take, hidden)
+        arms["one_row_added_beside_own_us"] = 1, own
+    results: dict[str, dict[str, float]] = {}
+    for key, (rows, products) in arms.items():
+        results[key] = {}
+        for name, out, take, step in few_rows_cases(model, rows):
+            links = max(24, math.ceil(2e8 / (2 * out * hidden)))
+            weights = [random(out, hidden, dtype=BF16, scale=hidden**-0.5) for _ in range(links)]
+            results[key][name] = added_at(rows, products, weights, step, take, hidden)
     return results
 
 
@@ -626,12 +628,16 @@ def report(results: dict[str, Any]) -> None:
         return
     copied = timed["copy_gb_per_s"]
     print(f"copy bandwidth {copied:.0f} GB/s")
-    print(f"{'':46}{'1 row, added':>13}{'beside ours':>13}{'8192 rows':>12}{'of copy':>9}")
+    print(
+        f"{'':46}{'1 row, added':>13}{'beside ours':>13}{'8 rows, added':>14}"
+        f"{'8192 rows':>12}{'of copy':>9}"
+    )
     for model, entry in timed["models"].items():
         own = entry.get("one_row_added_beside_own_us", {})
         for name, added in entry["one_row_added_us"].items():
             line = f"{model:14}{name:32}{added:>10.2f} us"
             line += f"{own[name]:>10.2f} us" if own else " " * 13
+            line += f"{entry['eight_rows_added_us'][name]:>11.2f} us"
             if name in entry["many_rows"]:  # not torch.neg
                 duration, rate = entry["many_rows"][name]
                 line += f"{duration:>9.1f} us{rate / copied:>9.0%}"
@@ -670,7 +676,7 @@ def main() -> None:
         results["time"] = {
             "copy_gb_per_s": copy_bandwidth(),
             "models": {
-                model: {**time_one_row(model), "many_rows": time_many_rows(model, 8192)}
+                model: {**time_few_rows(model), "many_rows": time_many_rows(model, 8192)}
                 for model in MODELS
             },
         }

@@ -18,8 +18,9 @@ constexpr int kFreeSharedBytes = 48 * 1024;  // what a kernel gets without askin
 constexpr int kShortVectors = 4;             // a thread holds this many vectors in registers
 constexpr int kLongBatch = 4;                // vectors a thread reads before it writes one
 constexpr int kFewThreads = 128;             // of a row on fencedRmsNormOfFewKernel
-constexpr int kFewHidden = 2048;  // widths up to these have their own number of vectors a thread
-constexpr int kMaxFewHidden = 6144;
+constexpr int kMinFewPlan = 64;              // threads of a plan there
+constexpr int kFewHidden = 2048;             // widths up to each multiple have their own kernel
+constexpr int kMaxFewHidden = 3 * kFewHidden;
 constexpr int kLine = 128;  // bytes
 constexpr int kSumBytes = kSumSlots * static_cast<int>(sizeof(float));
 
@@ -29,13 +30,12 @@ using V = Vec<T, kSumLanes>;
 // How a thread holds its part of a row, the vectors that it sums. Small kernels are fast at one
 // row, where fetching instructions is much of the time.
 enum class Layout {
-  kNarrow,   // one vector, of elements `threads` apart
-  kSingle,   // one vector
-  kShort,    // at most kShortVectors vectors in registers, weights loaded before the sum
-  kLong,     // any number, waiting in shared memory, where each thread touches its own part only
-  kFew,      // a row on fencedRmsNormOfFewKernel, up to kFewHidden wide
-  kFewLong,  // the same, up to kMaxFewHidden
-  kChains,   // a warp's row, its running sums one a thread of fencedRmsNormByChainsKernel
+  kNarrow,  // one vector, of elements `threads` apart
+  kSingle,  // one vector
+  kShort,   // at most kShortVectors vectors in registers, weights loaded before the sum
+  kLong,    // any number, waiting in shared memory, where each thread touches its own part only
+  kFew,     // a row on fencedRmsNormOfFewKernel
+  kChains,  // a warp's row, its running sums one a thread of fencedRmsNormByChainsKernel
 };
 
 template <Layout kLayout>
@@ -179,21 +179,33 @@ class Weight {
 };
 
 // Sum of squares of one row in PyTorch's order: x.float().pow(2).mean(-1).
+// kLanes: running sums of a thread of the plan that this thread has, all four or, in pairs of
+// threads, two.
+template <int kLanes>
 struct SquareSum {
-  float sums[kSumLanes] = {};
+  static_assert(kLanes == kSumLanes || 2 * kLanes == kSumLanes);
+  float sums[kLanes] = {};
 
   SquareSum() = default;
   // Of the first vector: 0 plus a square is the square.
-  __device__ __forceinline__ explicit SquareSum(Vec<float, kSumLanes> const& x) {
+  __device__ __forceinline__ explicit SquareSum(Vec<float, kLanes> const& x) {
 #pragma unroll
-    for (int c = 0; c < kSumLanes; ++c) sums[c] = mulRn(x[c], x[c]);
+    for (int c = 0; c < kLanes; ++c) sums[c] = mulRn(x[c], x[c]);
   }
-  __device__ __forceinline__ void take(Vec<float, kSumLanes> const& x) {
+  __device__ __forceinline__ void take(Vec<float, kLanes> const& x) {
 #pragma unroll
-    for (int c = 0; c < kSumLanes; ++c) sums[c] = addRn(sums[c], mulRn(x[c], x[c]));
+    for (int c = 0; c < kLanes; ++c) sums[c] = addRn(sums[c], mulRn(x[c], x[c]));
   }
+  // In every thread, or in the first of each pair.
   __device__ __forceinline__ float total() const {
-    return addRn(addRn(addRn(sums[0], sums[1]), sums[2]), sums[3]);
+    float sum = sums[0];
+#pragma unroll
+    for (int c = 1; c < kLanes; ++c) sum = addRn(sum, sums[c]);
+    if constexpr (kLanes < kSumLanes) {
+#pragma unroll
+      for (int c = 0; c < kLanes; ++c) sum = addRn(sum, __shfl_down_sync(0xffffffffu, sums[c], 1));
+    }
+    return sum;
   }
   // 1 / sqrt(mean + eps), in every thread of the row.
   __device__ __forceinline__ float inverseRms(RowSumPlan const& plan, float eps,
@@ -214,40 +226,56 @@ __device__ __forceinline__ Vec<T, kSize> scale(Vec<T, kSize> const& x, float inv
   return mulVec(roundVec<T>(scaled), weight);
 }
 
-// Four neighbours of 16 bits as two words. As V<T>, of which the compiler takes each element apart,
-// a vector that may be absent costs twice the instructions.
-using Words = Vec<uint32_t, kSumLanes / 2>;
+// Neighbours of 16 bits, two a word. As Vec<T, 2 * kWords>, of which the compiler takes each
+// element apart, a vector that may be absent costs twice the instructions.
+template <int kWords>
+using Words = Vec<uint32_t, kWords>;
 
-template <typename T>
-__device__ __forceinline__ Vec<float, kSumLanes> toFloats(Words const& words) {
-  return {Packed<T>::low(words[0]), Packed<T>::high(words[0]), Packed<T>::low(words[1]),
-          Packed<T>::high(words[1])};
+template <typename T, int kWords>
+__device__ __forceinline__ Vec<float, 2 * kWords> toFloats(Words<kWords> const& words) {
+  Vec<float, 2 * kWords> wide;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    wide[2 * i] = Packed<T>::low(words[i]);
+    wide[2 * i + 1] = Packed<T>::high(words[i]);
+  }
+  return wide;
 }
 
 // The operators of fence.cuh.
-template <typename T>
-__device__ __forceinline__ Words addWords(Words const& a, Words const& b) {
+template <typename T, int kWords>
+__device__ __forceinline__ Words<kWords> addWords(Words<kWords> const& a, Words<kWords> const& b) {
   auto const x = toFloats<T>(a);
   auto const y = toFloats<T>(b);
-  return {Packed<T>::roundTo(addRn(x[0], y[0]), addRn(x[1], y[1])),
-          Packed<T>::roundTo(addRn(x[2], y[2]), addRn(x[3], y[3]))};
-}
-// As addWords, wide again.
-template <typename T>
-__device__ __forceinline__ Vec<float, kSumLanes> addWide(Words const& a, Words const& b) {
-  auto const x = toFloats<T>(a);
-  auto const y = toFloats<T>(b);
-  Vec<float, kSumLanes> sum;
+  Words<kWords> sum;
 #pragma unroll
-  for (int c = 0; c < kSumLanes; ++c) sum[c] = Packed<T>::rounded(addRn(x[c], y[c]));
+  for (int i = 0; i < kWords; ++i) {
+    sum[i] = Packed<T>::roundTo(addRn(x[2 * i], y[2 * i]), addRn(x[2 * i + 1], y[2 * i + 1]));
+  }
   return sum;
 }
-template <typename T>
-__device__ __forceinline__ Words scaleWords(Vec<float, kSumLanes> const& x, float inverse,
-                                            Words const& weight) {
-  uint32_t const low = Packed<T>::roundTo(mulRn(x[0], inverse), mulRn(x[1], inverse));
-  uint32_t const high = Packed<T>::roundTo(mulRn(x[2], inverse), mulRn(x[3], inverse));
-  return {Packed<T>::mul(low, weight[0]), Packed<T>::mul(high, weight[1])};
+// As addWords, wide again.
+template <typename T, int kWords>
+__device__ __forceinline__ Vec<float, 2 * kWords> addWide(Words<kWords> const& a,
+                                                          Words<kWords> const& b) {
+  auto const x = toFloats<T>(a);
+  auto const y = toFloats<T>(b);
+  Vec<float, 2 * kWords> sum;
+#pragma unroll
+  for (int c = 0; c < 2 * kWords; ++c) sum[c] = Packed<T>::rounded(addRn(x[c], y[c]));
+  return sum;
+}
+template <typename T, int kWords>
+__device__ __forceinline__ Words<kWords> scaleWords(Vec<float, 2 * kWords> const& x, float inverse,
+                                                    Words<kWords> const& weight) {
+  Words<kWords> scaled;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    scaled[i] = Packed<T>::roundTo(mulRn(x[2 * i], inverse), mulRn(x[2 * i + 1], inverse));
+  }
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) scaled[i] = Packed<T>::mul(scaled[i], weight[i]);
+  return scaled;
 }
 
 template <NormForm kForm>
@@ -326,7 +354,7 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
   V<T> xs[kBatch<kLayout>];
   V<T> residuals[kBatch<kLayout>];
   V<T> weights[kBatch<kLayout>];
-  SquareSum sum;
+  SquareSum<kSumLanes> sum;
   part.forEach(
       [&](int slot, int offset) {
         xs[slot] = x.get(slot, offset);
@@ -342,7 +370,7 @@ __global__ void __launch_bounds__(kMaxSumThreads, 1) fencedRmsNormKernel(NormArg
   float inverse = sum.inverseRms(plan, p.eps, sums);
 
   if constexpr (kHasTwoNorms<kForm>) {
-    SquareSum next_sum;
+    SquareSum<kSumLanes> next_sum;
     part.forEach(
         [&](int slot, int offset) {
           xs[slot] = x.get(slot, offset);
@@ -461,37 +489,47 @@ __global__ void __launch_bounds__(kChainThreads) fencedRmsNormByChainsKernel(Nor
   scaleRow(last_weight, inverse, [&](int i, Vec<T, kWide> const& v) { storeVec(rows.y + i, v); });
 }
 
-// One row a block, for plans of kFewThreads threads and more: a thread stands for kJoined threads
-// of the plan, the first steps of whose tree are its own, and every warp takes the rest of the tree
-// alone, so that a sum costs one barrier. Few rows are a matter of latency: of how many
-// instructions one multiprocessor issues, and of nothing waiting for what could have been asked for
-// before.
-template <typename T, NormForm kForm, int kHidden, int kJoined>
+// One row a block, for plans of kMinFewPlan threads and more: a thread stands for kJoined threads
+// of the plan, the first steps of whose tree are its own, or has kLanes of the running sums of one
+// that kSharing threads share. Every warp takes the rest of the tree alone, so that a sum costs one
+// barrier. Few rows are a matter of latency: of how many instructions one multiprocessor issues,
+// and of nothing waiting for what could have been asked for before.
+// kHidden: a row is at most this wide, and wider than kFewHidden less.
+// kPlan: threads of the plan.
+template <typename T, NormForm kForm, int kHidden, int kPlan>
 __global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs const args) {
-  constexpr int kSlots = kHidden / (kFewThreads * kSumLanes);
-  constexpr int kWarps = kFewThreads / kWarp;
-  __shared__ float shared[2][kFewThreads];
+  constexpr int kJoined = kPlan > kFewThreads ? kPlan / kFewThreads : 1;
+  constexpr int kSharing = kPlan < kFewThreads ? kFewThreads / kPlan : 1;
+  constexpr int kLanes = kSumLanes / kSharing;
+  constexpr int kSlots = kHidden / (kFewThreads * kLanes);
+  // Slots that are there: narrower rows have another kernel, and a plan has a vector for each of
+  // its threads.
+  constexpr int kOfNarrower = (kHidden - kFewHidden) / (kFewThreads * kLanes);
+  constexpr int kSure = kOfNarrower > kJoined ? kOfNarrower : kJoined;
+  constexpr int kTotals = kFewThreads / kSharing;
+  constexpr int kSegments = kTotals / kWarp;
+  using Own = Words<kLanes / 2>;
+  __shared__ float shared[2][kTotals];
   FencedRmsNormParams const& p = args.p;
   int64_t const row = blockIdx.x;
-  int const vectors = p.hidden / kSumLanes;
+  int const vectors = p.hidden / kLanes;
   RowOf<T, kForm> const rows(p, row);
   auto const* residual_row = static_cast<T const*>(p.residual) + row * p.hidden;
   letNextStart();
 
-  Words x[kSlots] = {};
-  Words residual[kSlots] = {};
-  Words weight[kSlots] = {};
-  Words next_weight[kSlots] = {};
-  // A plan has a vector for each of its threads, so the first kJoined are there.
+  Own x[kSlots] = {};
+  Own residual[kSlots] = {};
+  Own weight[kSlots] = {};
+  Own next_weight[kSlots] = {};
   auto const has = [&](int slot) {
-    return slot < kJoined || static_cast<int>(threadIdx.x) + slot * kFewThreads < vectors;
+    return slot < kSure || static_cast<int>(threadIdx.x) + slot * kFewThreads < vectors;
   };
   uint64_t const kept = keptInL2();
-  auto const load = [&](Words(&into)[kSlots], void const* from, bool is_kept) {
+  auto const load = [&](Own(&into)[kSlots], void const* from, bool is_kept) {
 #pragma unroll
     for (int slot = 0; slot < kSlots; ++slot) {
       if (has(slot)) {
-        auto const* vec = static_cast<Words const*>(from) + threadIdx.x + slot * kFewThreads;
+        auto const* vec = static_cast<Own const*>(from) + threadIdx.x + slot * kFewThreads;
         into[slot] = is_kept ? loadKept(vec, kept) : *vec;
       }
     }
@@ -519,8 +557,8 @@ __global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs
     loadInputs();
     loadWeights();
   }
-  auto const store = [&](void* to, int slot, Words const& value) {
-    if (has(slot)) static_cast<Words*>(to)[threadIdx.x + slot * kFewThreads] = value;
+  auto const store = [&](void* to, int slot, Own const& value) {
+    if (has(slot)) static_cast<Own*>(to)[threadIdx.x + slot * kFewThreads] = value;
   };
   if (rows.is_copied) {
 #pragma unroll
@@ -528,13 +566,13 @@ __global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs
     return;
   }
 
-  Vec<float, kSumLanes> wide[kSlots];
+  Vec<float, kLanes> wide[kSlots];
   // 1 / sqrt(mean + eps) of wide; calls meanwhile() where that waits.
-  auto const inverseRms = [&](float (&between)[kFewThreads], auto&& meanwhile) {
+  auto const inverseRms = [&](float* between, auto&& meanwhile) {
     float own[kJoined];
 #pragma unroll
     for (int i = 0; i < kJoined; ++i) {
-      SquareSum sum(wide[i]);
+      SquareSum<kLanes> sum(wide[i]);
 #pragma unroll
       for (int slot = i + kJoined; slot < kSlots; slot += kJoined) sum.take(wide[slot]);
       own[i] = sum.total();
@@ -544,13 +582,13 @@ __global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs
 #pragma unroll
       for (int i = 0; i < offset; ++i) own[i] = addRn(own[i], own[i + offset]);
     }
-    between[threadIdx.x] = own[0];
+    if (threadIdx.x % kSharing == 0) between[threadIdx.x / kSharing] = own[0];
     __syncthreads();
-    float sums[kWarps];
+    float sums[kSegments];
 #pragma unroll
-    for (int i = 0; i < kWarps; ++i) sums[i] = between[i * kWarp + threadIdx.x % kWarp];
+    for (int i = 0; i < kSegments; ++i) sums[i] = between[i * kWarp + threadIdx.x % kWarp];
 #pragma unroll
-    for (int offset = kWarps / 2; offset > 0; offset /= 2) {
+    for (int offset = kSegments / 2; offset > 0; offset /= 2) {
 #pragma unroll
       for (int i = 0; i < offset; ++i) sums[i] = addRn(sums[i], sums[i + offset]);
     }
@@ -580,8 +618,7 @@ __global__ void __launch_bounds__(kFewThreads) fencedRmsNormOfFewKernel(NormArgs
       for (int slot = 0; slot < kSlots; ++slot) {
         if (has(slot)) {
           // The residual of a norm to come.
-          auto* to = reinterpret_cast<Words*>(h) + threadIdx.x + slot * kFewThreads;
-          storeKept(to, x[slot][0], x[slot][1], kept);
+          storeKept(reinterpret_cast<Own*>(h) + threadIdx.x + slot * kFewThreads, x[slot], kept);
         }
       }
     });
@@ -598,17 +635,32 @@ using Kernel = void (*)(NormArgs);
 
 template <typename T, NormForm kForm, int kHidden>
 Kernel kernelOfFew(int plan_threads) {
-  // float32 is no model's dtype on a GPU: it has the general kernel alone.
-  if constexpr (sizeof(T) == 2) {
-    if (plan_threads == kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 1>;
-    if (plan_threads == 2 * kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 2>;
-    if (plan_threads == 4 * kFewThreads) return fencedRmsNormOfFewKernel<T, kForm, kHidden, 4>;
+  switch (plan_threads) {
+    case kMinFewPlan:
+      return fencedRmsNormOfFewKernel<T, kForm, kHidden, kMinFewPlan>;
+    case 2 * kMinFewPlan:
+      return fencedRmsNormOfFewKernel<T, kForm, kHidden, 2 * kMinFewPlan>;
+    case 4 * kMinFewPlan:
+      return fencedRmsNormOfFewKernel<T, kForm, kHidden, 4 * kMinFewPlan>;
+    case kMaxSumThreads:
+      return fencedRmsNormOfFewKernel<T, kForm, kHidden, kMaxSumThreads>;
   }
   return nullptr;
 }
 
 template <typename T, NormForm kForm>
-Kernel kernelOf(Layout layout, RowSumPlan const& plan) {
+Kernel kernelOfFew(int plan_threads, int hidden) {
+  // float32 is no model's dtype on a GPU: it has the general kernel alone.
+  if constexpr (sizeof(T) == 2) {
+    if (hidden <= kFewHidden) return kernelOfFew<T, kForm, kFewHidden>(plan_threads);
+    if (hidden <= 2 * kFewHidden) return kernelOfFew<T, kForm, 2 * kFewHidden>(plan_threads);
+    return kernelOfFew<T, kForm, kMaxFewHidden>(plan_threads);
+  }
+  return nullptr;
+}
+
+template <typename T, NormForm kForm>
+Kernel kernelOf(Layout layout, RowSumPlan const& plan, int hidden) {
   switch (layout) {
     case Layout::kNarrow:
       return fencedRmsNormKernel<T, Layout::kNarrow, kForm>;
@@ -619,9 +671,7 @@ Kernel kernelOf(Layout layout, RowSumPlan const& plan) {
     case Layout::kLong:
       return fencedRmsNormKernel<T, Layout::kLong, kForm>;
     case Layout::kFew:
-      return kernelOfFew<T, kForm, kFewHidden>(plan.threads);
-    case Layout::kFewLong:
-      return kernelOfFew<T, kForm, kMaxFewHidden>(plan.threads);
+      return kernelOfFew<T, kForm>(plan.threads, hidden);
     case Layout::kChains:
       return fencedRmsNormByChainsKernel<T, kForm>;
   }
@@ -629,18 +679,18 @@ Kernel kernelOf(Layout layout, RowSumPlan const& plan) {
 }
 
 template <typename T>
-Kernel kernelOf(NormForm form, Layout layout, RowSumPlan const& plan) {
+Kernel kernelOf(NormForm form, Layout layout, RowSumPlan const& plan, int hidden) {
   switch (form) {
     case NormForm::kNorm:
-      return kernelOf<T, NormForm::kNorm>(layout, plan);
+      return kernelOf<T, NormForm::kNorm>(layout, plan, hidden);
     case NormForm::kAddNorm:
-      return kernelOf<T, NormForm::kAddNorm>(layout, plan);
+      return kernelOf<T, NormForm::kAddNorm>(layout, plan, hidden);
     case NormForm::kNormAddNorm:
-      return kernelOf<T, NormForm::kNormAddNorm>(layout, plan);
+      return kernelOf<T, NormForm::kNormAddNorm>(layout, plan, hidden);
     case NormForm::kAddNormNorm:
-      return kernelOf<T, NormForm::kAddNormNorm>(layout, plan);
+      return kernelOf<T, NormForm::kAddNormNorm>(layout, plan, hidden);
     case NormForm::kQkNorm:
-      return kernelOf<T, NormForm::kQkNorm>(layout, plan);
+      return kernelOf<T, NormForm::kQkNorm>(layout, plan, hidden);
   }
   return nullptr;
 }
@@ -654,9 +704,9 @@ int waitingRows(NormForm form, Layout layout) {
 
 Layout layoutOf(RowSumPlan const& plan, int hidden, DType dtype) {
   if (plan.is_narrow) return Layout::kNarrow;
-  if (dtype != DType::kFloat32 && plan.threads == plan.group && plan.threads >= kFewThreads) {
-    if (hidden <= kFewHidden) return Layout::kFew;
-    if (hidden <= kMaxFewHidden) return Layout::kFewLong;
+  if (dtype != DType::kFloat32 && plan.threads == plan.group && plan.threads >= kMinFewPlan &&
+      hidden <= kMaxFewHidden) {
+    return Layout::kFew;
   }
   int64_t const vectors = ceilDiv(hidden / kSumLanes, plan.threads);
   if (vectors == 1) return Layout::kSingle;
@@ -691,7 +741,7 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
   if (p.num_tokens == 0) return cudaSuccess;
   RowSumPlan const plan = planRowSum(p.num_tokens, p.hidden);
   Layout const layout = layoutOf(plan, p.hidden, p.dtype);
-  bool const are_few = layout == Layout::kFew || layout == Layout::kFewLong;
+  bool const are_few = layout == Layout::kFew;
   bool const sums_in_block = !are_few && plan.threads > kWarp;
   int const waiting_rows = waitingRows(form, layout);
   int64_t const shared_bytes =
@@ -707,7 +757,7 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
   if (are_few) start = startBesideProducts(p.num_tokens);
   NormArgs const args{p, plan, log2Of(rows_per_block), start == Start::kOverlapping};
   return dispatchDType(p.dtype, [&](auto tag) {
-    Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout, plan);
+    Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout, plan, p.hidden);
     if (shared_bytes > kFreeSharedBytes) {
       if (cudaError_t error = cudaFuncSetAttribute(
               kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);

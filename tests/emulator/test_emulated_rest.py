@@ -46,12 +46,17 @@ def assert_near(got: Tensor, want: Tensor) -> None:
     assert bool(((got.double() - want.double()).abs() <= allowed).all())
 
 
-# Every layout of fenced_rms_norm: narrow, single, short, few and few long, chains, long, and split.
+# Every layout of fenced_rms_norm: narrow, single, short, few, chains, long, and split; of few,
+# every number of threads, and the narrowest and widest rows of its kernels.
 @by_order
 @by_dtype
 @pytest.mark.parametrize(
     ("rows", "width"),
-    [(3, 8), (17, 96), (5, 128), (1, 640), (2, 2048), (3, 5280), (40, 1024), (16, 5280), (1, 8192)],
+    [
+        *((3, 8), (17, 96), (5, 128), (1, 640), (2, 2048), (3, 5280), (40, 1024), (16, 5280)),
+        *((1, 8192), (15, 256), (8, 2048), (9, 2056), (8, 4096), (15, 4104), (8, 5280), (9, 6144)),
+        *((4, 4104), (1, 2056)),
+    ],
 )
 def test_norms_are_near_their_twins(
     rest: Emulated, rows: int, width: int, dtype: torch.dtype, order: Order
@@ -81,7 +86,7 @@ def test_qk_norm_is_near_its_twin(
 ) -> None:
     heads = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))
     q, k = sizes[0] * sizes[2], sizes[1] * sizes[2]
-    for rows in (1, 7, 20):
+    for rows in (1, 7, 9, 20):
         qkv = random(rows, q + 2 * k, dtype=dtype)
         weights = random(q, dtype=dtype, seed=1), random(k, dtype=dtype, seed=2)
         with rest.in_use(order):
@@ -120,7 +125,7 @@ def test_ropes_have_their_twins_bits(
 
 @by_order
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("rows", [1, 2, 5, 9])
 def test_a_chain_of_norms_and_a_rope_reads_what_the_kernels_before_wrote(
     rest: Emulated, rows: int, dtype: torch.dtype, order: Order
 ) -> None:

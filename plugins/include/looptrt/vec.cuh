@@ -78,10 +78,22 @@ __device__ __forceinline__ V loadKept(V const* from, uint64_t policy) {
   return value;
 }
 
-__device__ __forceinline__ void storeKept(void* to, uint32_t low, uint32_t high, uint64_t policy) {
-  asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(low), "r"(high),
-               "l"(policy)
-               : "memory");
+// One value of 4 or 8 bytes by a policy of L2.
+template <typename V>
+__device__ __forceinline__ void storeKept(V* to, V const& value, uint64_t policy) {
+  if constexpr (sizeof(V) == 4) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof(value));
+    asm volatile("st.global.L2::cache_hint.b32 [%0], %1, %2;" ::"l"(to), "r"(bits), "l"(policy)
+                 : "memory");
+  } else {
+    static_assert(sizeof(V) == 8);
+    uint2 bits;
+    memcpy(&bits, &value, sizeof(value));
+    asm volatile("st.global.L2::cache_hint.v2.b32 [%0], {%1, %2}, %3;" ::"l"(to), "r"(bits.x),
+                 "r"(bits.y), "l"(policy)
+                 : "memory");
+  }
 }
 
 // Asks for a line of memory in the L2 cache, ahead of everything that merely streams through. L2 is

@@ -316,6 +316,9 @@ inline void ld_global_cg_L2_cache_hint_v2_b32(uint32_t& d0, uint32_t& d1, void c
                                               uint64_t) {
   loadInto({&d0, &d1}, from);
 }
+inline void st_global_L2_cache_hint_b32(void* to, uint32_t value, uint64_t) {
+  *static_cast<uint32_t*>(to) = value;
+}
 inline void st_global_L2_cache_hint_v2_b32(void* to, uint32_t low, uint32_t high, uint64_t) {
   static_cast<uint32_t*>(to)[0] = low;
   static_cast<uint32_t*>(to)[1] = high;
