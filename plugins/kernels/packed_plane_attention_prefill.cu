@@ -328,11 +328,13 @@ int64_t mostTiles(AttentionArgs const& args, int rows_a_tile) {
   return args.p.num_rows / rows_a_tile + args.p.num_sequences;
 }
 
+// Whether a block has enough shared memory, and there are so many that every multiprocessor gets
+// blocks_an_sm. Of the sequences, which the host does not know, it takes all but one for decoded.
 template <typename Products, int kHeadDim, int kWarps>
 bool isEnough(AttentionArgs const& args, int blocks_an_sm = 1) {
+  int64_t const tiles = args.p.num_rows / (kWarps * kRowsAWarp) + 1;
   return kBlockBytes<Products, kHeadDim, kWarps> + kStaticBytes <= args.shared_bytes &&
-         mostTiles(args, kWarps * kRowsAWarp) * args.p.num_heads >=
-             int64_t{blocks_an_sm} * args.num_sms;
+         tiles * args.p.num_heads >= int64_t{blocks_an_sm} * args.num_sms;
 }
 
 template <typename Products, int kHeadDim, int kWarps>
