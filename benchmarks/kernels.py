@@ -458,8 +458,8 @@ def added_at(
     with launch.overlapping_kernels(products.max_skinny_rows):
         bare, full = (graph_of(chain(after)) for after in (lambda y: y, step))
     # One after the other, so that both see the same clocks.
-    times = [(once(full.replay), once(bare.replay)) for _ in range(40)][5:]
-    return statistics.median(a - b for a, b in times) / len(weights)
+    pairs = [[*steady(full.replay, 1), *steady(bare.replay, 1)] for _ in range(25)][3:]
+    return statistics.median(a - b for a, b in pairs) / len(weights)
 
 
 def few_rows_cases(model: str, rows: int) -> Iterator[tuple[str, int, int, Step]]:
@@ -594,7 +594,7 @@ def time_rotating(
         kept.clear()
         kept.extend(call(x, r) for x, r in zip(inputs, others, strict=True))
 
-    duration = microseconds(graph_of(work).replay) / sets
+    duration = statistics.median(steady(graph_of(work).replay)) / sets
     return duration, num_bytes / duration / 1e3
 
 
