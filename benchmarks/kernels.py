@@ -432,26 +432,26 @@ def own_products(model: str) -> Products:
     return Products(launch.MAX_SKINNY_ROWS if is_any_small else 0)
 
 
-def added_at(
-    rows: int, products: Products, weights: list[Tensor], step: Step, take: int, hidden: int
-) -> float:
+def added_at(rows: int, products: Products, weights: list[list[Tensor]], step: Step) -> float:
     """What an operator adds to a chain of products of few rows, in µs.
 
     Args:
         rows: how many.
         products: how they are computed; kernels start early beside our own, as in an engine.
-        weights: [out, hidden], more of them than the L2 cache holds.
+        weights: [out, in] of the product before the operator and of any behind it, for every link
+            of the chain; more of them than the L2 cache holds. A product takes the first channels
+            of what is there.
         step: the operator on [rows, out].
-        take: how many channels of its result go on to the next product.
-        hidden: width of the chain.
     """
-    start = random(rows, hidden, dtype=BF16)
+    start = random(rows, weights[0][0].shape[1], dtype=BF16)
 
     def chain(after: Step) -> Callable[[], None]:
         def run() -> None:
             x = start
-            for weight in weights:
-                x = after(products.linear(x, weight))[:, :take]
+            for before, *behind in weights:
+                x = after(products.linear(x[:, : before.shape[1]], before))
+                for weight in behind:
+                    x = products.linear(x[:, : weight.shape[1]], weight)
 
         return run
 
@@ -462,8 +462,8 @@ def added_at(
     return statistics.median(a - b for a, b in pairs) / len(weights)
 
 
-def few_rows_cases(model: str, rows: int) -> Iterator[tuple[str, int, int, Step]]:
-    """(operator, product's output width, channels that go on, operator's call)."""
+def few_rows_cases(model: str, rows: int) -> Iterator[tuple[str, int, tuple[int, int], Step]]:
+    """(operator, width of the product before it, [out, in] of the next in a layer, its call)."""
     hidden, width, heads, kv_heads, head_dim, kind = MODELS[model]
     w1, w2 = (random(hidden, dtype=BF16) for _ in range(2))
     r = random(rows, hidden, dtype=BF16)
@@ -472,48 +472,53 @@ def few_rows_cases(model: str, rows: int) -> Iterator[tuple[str, int, int, Step]
     positions = torch.full((rows,), 77, dtype=torch.int32, device="cuda")
     pairs = int(kind == "pairs")
     bias = random((heads + kv_heads) * head_dim, dtype=BF16)
+    gate_up, attended = (2 * width, hidden), (hidden, heads * head_dim)
     # No operator of ours: what any small kernel costs in this place.
-    yield "torch.neg", hidden, hidden, torch.neg
-    yield "fenced_rms_norm", hidden, hidden, lambda y: OPS.fenced_rms_norm(y, w1, eps=EPS)
+    yield "torch.neg", hidden, gate_up, torch.neg
+    yield "fenced_rms_norm", hidden, gate_up, lambda y: OPS.fenced_rms_norm(y, w1, eps=EPS)
     yield (
         "fenced_add_rms_norm",
         hidden,
-        hidden,
+        gate_up,
         lambda y: OPS.fenced_add_rms_norm(y, r, w1, eps=EPS),
     )
     for name in ("fenced_rms_norm_add_rms_norm", "fenced_add_rms_norm_rms_norm"):
         op = getattr(OPS, name)
-        yield name, hidden, hidden, lambda y, op=op: op(y, r, w1, w2, eps=EPS)[1]
+        yield name, hidden, gate_up, lambda y, op=op: op(y, r, w1, w2, eps=EPS)[1]
     qkv = (heads + 2 * kv_heads) * head_dim
     turn = (positions, cos, sin)
     if pairs:
         yield (
             "fenced_bias_rope",
             qkv,
-            hidden,
+            attended,
             lambda y: OPS.fenced_bias_rope(y, bias, *turn, **sizes, interleaved=1),
         )
     else:
         yield (
             "fenced_rope",
             qkv,
-            hidden,
+            attended,
             lambda y: OPS.fenced_rope(y, *turn, **sizes, interleaved=0),
         )
     if kind == "half32":
         yield (
             "fenced_qk_norm",
             qkv,
-            hidden,
+            attended,
             lambda y: OPS.fenced_qk_norm(y, w1, w2, **sizes, eps=EPS),
         )
-    yield "fenced_silu_mul", 2 * width, hidden, OPS.fenced_silu_mul
+    yield "fenced_silu_mul", 2 * width, (hidden, width), OPS.fenced_silu_mul
 
 
 def time_few_rows(model: str) -> dict[str, dict[str, float]]:
     """What every operator adds, in µs: at one row beside each kind of products, and at eight.
 
-    cuBLAS's and, where they are others, those of an engine of the model by default.
+    Beside cuBLAS's, in a chain of the product before it alone: where a link takes 100 µs, as in a
+    layer of Huginn, what one operator adds is lost in what such products vary by. Beside those of
+    an engine of the model by default, where they are others, with the next product of a layer as
+    well: what it gains by an early start belongs to the operator, and some of these products may
+    be cuBLAS's.
     """
     hidden = MODELS[model][0]
     arms = {"one_row_added_us": (1, Products()), "eight_rows_added_us": (8, Products())}
@@ -522,10 +527,14 @@ def time_few_rows(model: str) -> dict[str, dict[str, float]]:
     results: dict[str, dict[str, float]] = {}
     for key, (rows, products) in arms.items():
         results[key] = {}
-        for name, out, take, step in few_rows_cases(model, rows):
-            links = max(24, math.ceil(2e8 / (2 * out * hidden)))
-            weights = [random(out, hidden, dtype=BF16, scale=hidden**-0.5) for _ in range(links)]
-            results[key][name] = added_at(rows, products, weights, step, take, hidden)
+        for name, out, behind, step in few_rows_cases(model, rows):
+            shapes = [(out, hidden), *([behind] if products.max_skinny_rows else [])]
+            links = max(24, math.ceil(1e8 / sum(map(math.prod, shapes))))
+            weights = [
+                [random(*shape, dtype=BF16, scale=shape[1] ** -0.5) for shape in shapes]
+                for _ in range(links)
+            ]
+            results[key][name] = added_at(rows, products, weights, step)
     return results
 
 
