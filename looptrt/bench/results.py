@@ -32,15 +32,17 @@ GOOD_TTFT_S = 1.0
 _GIT_TIMEOUT_S = 10.0
 
 
-def machine(commit: str | None = None) -> dict[str, Any]:
+def machine(commit: str | None = None, device: str = "auto") -> dict[str, Any]:
     """GPU, driver, versions and the commit of the source tree.
 
     Args:
         commit: where git cannot say it: a copy of the tree, an installed package.
+        device: `EngineConfig.device`, whose GPU is named; of `cpu` none is.
     """
-    has_gpu = torch.cuda.is_available()
+    has_gpu = device != "cpu" and torch.cuda.is_available()
+    index = 0 if device == "auto" else torch.device(device).index or 0
     return {
-        "gpu": torch.cuda.get_device_name() if has_gpu else None,
+        "gpu": torch.cuda.get_device_name(index) if has_gpu else None,
         "driver": driver_version(),
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
@@ -110,7 +112,7 @@ def result(
         "format": FORMAT,
         "kind": kind,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": machine(commit),
+        "machine": machine(commit, config.device),
         "engine": engine(manifest),
         "config": config.to_json(),
         "workload": dict(workload),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from looptrt.errors import EngineError
+from looptrt.errors import EngineError, PluginError
 
 _LEAST_KEPT = 64
 # Of other depths, of steps whose logits are read, of preludes and loops.
@@ -48,16 +48,30 @@ def graphs_kept(num_usual: int) -> int:
     return max(_LEAST_KEPT, num_usual + _UNUSUAL_KEPT)
 
 
+def _is_shortage(error: Exception) -> bool:
+    """Whether an error says that a GPU's memory is full.
+
+    Torch's allocator has a class for it; CUDA itself (loading a kernel, instantiating a graph),
+    cuBLAS (its handle and workspace) and the plugin library say so in their text alone.
+    """
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        text in str(error)
+        for text in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "cudaErrorMemoryAllocation")
+    )
+
+
 @contextmanager
 def memory_for(what: str, device: torch.device) -> Iterator[None]:
-    """What torch finds no memory for inside, graphs or what they need, is one clear error.
+    """What there is no GPU memory for inside, graphs or what they need, is one clear error.
 
     Raises:
         EngineError: there is no memory for it; has the numbers.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, PluginError) as error:
+        if not _is_shortage(error):
+            raise
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         raise EngineError(
             f"no memory for {what}: {free_bytes} of {total_bytes} bytes are free; lower "

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 from looptrt.bench import results
 from looptrt.bench.runs import Ask, Record, Run, run
@@ -114,3 +115,14 @@ def test_identical_counts_pairs_that_both_have_whole() -> None:
     ours = [record(0), record(1), record(2, token_ids=(9,)), record(3)]
     theirs = [record(0), record(1, error="broken"), record(2), record(3)]
     assert results.identical(ours, theirs) == {"identical": 2, "total": 3}
+
+
+@pytest.mark.parametrize(
+    ("device", "named"), [("auto", "GPU 0"), ("cuda", "GPU 0"), ("cuda:1", "GPU 1"), ("cpu", None)]
+)
+def test_a_result_names_the_gpu_that_the_engine_ran_on(
+    monkeypatch: pytest.MonkeyPatch, device: str, named: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=0: f"GPU {index}")
+    assert results.machine("abc", device)["gpu"] == named

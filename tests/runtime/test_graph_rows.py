@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from looptrt.builder.build import BuildConfig, build
-from looptrt.errors import EngineError
+from looptrt.errors import EngineError, PluginError
 from looptrt.manifest import BuildLimits, Manifest
 from looptrt.plugins import launch
 from looptrt.runtime.config import MAX_GRAPH_ROWS, EngineConfig
@@ -191,14 +191,33 @@ def test_the_scratch_of_attention_is_reckoned_for_steps_and_once_more_for_graphs
     assert scratch(max_graph_rows=2100) == 2 * 2560 * 513
 
 
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        torch.OutOfMemoryError(),
+        torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be ..."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        PluginError("fenced_rms_norm: cudaErrorMemoryAllocation: out of memory"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
 def test_without_memory_for_graphs_every_setting_that_would_help_is_named(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, shortage: Exception
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (5, 70))
     with (
         pytest.raises(EngineError, match=r"no memory for graphs: 5 of 70 bytes are free") as told,
         memory_for("graphs", torch.device("cuda", 0)),
     ):
-        raise torch.OutOfMemoryError
+        raise shortage
     settings = ("kv_cache_free_gpu_memory_fraction", "kv_cache_bytes", "max_graph_rows")
     assert all(name in str(told.value) for name in (*settings, "cuda_graphs to off"))
+
+
+@pytest.mark.parametrize(
+    "other", [RuntimeError("CUDA error: an illegal memory access"), KeyError()]
+)
+def test_another_error_than_a_shortage_stays_what_it_is(other: Exception) -> None:
+    with pytest.raises(type(other)) as told, memory_for("graphs", torch.device("cuda", 0)):
+        raise other
+    assert told.value is other
