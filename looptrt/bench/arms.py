@@ -25,6 +25,7 @@ from looptrt.runtime.sampling_params import SamplingParams
 
 DEFAULT = "default"
 _CONFIG_FIELDS = frozenset(EngineConfig.__dataclass_fields__)
+_POOL_FIELDS = frozenset({"kv_cache_bytes", "kv_cache_free_gpu_memory_fraction"})
 _REQUEST_FIELDS = frozenset(SamplingParams.__dataclass_fields__) - {"n", "max_tokens"}
 # Of the memory that the weights leave, for the pools of all arms together; the rest is for the
 # other arms' weights, steps and graphs.
@@ -62,6 +63,11 @@ class Arm:
             *(self.request.keys() - _REQUEST_FIELDS),
         ):
             raise EngineError(f"arm {self.name}: this looptrt has no setting {name!r}")
+        if asked := sorted(self.config.keys() & _POOL_FIELDS):
+            raise EngineError(
+                f"arm {self.name}: {asked[0]}: the pools of all arms have the same bytes; set it "
+                "for all of them, or the arm's kv_layout"
+            )
 
     @staticmethod
     def parse(text: str) -> Arm:

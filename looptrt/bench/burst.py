@@ -13,7 +13,7 @@ from typing import Any
 from looptrt.bench import results
 from looptrt.bench.arms import Arm, engines
 from looptrt.bench.runs import Ask, Prompt, Record, Run, run
-from looptrt.bench.setup import Repeats, Setup, interleave, is_default
+from looptrt.bench.setup import Repeats, Setup, check_distinct, interleave, is_default
 from looptrt.bench.statistics import medians
 from looptrt.bench.watch import Watch, watching
 from looptrt.bench.workload import Question, random_prompts
@@ -39,6 +39,7 @@ class Burst:
     def __post_init__(self) -> None:
         if not self.concurrency or min(self.concurrency) < 1:
             raise EngineError(f"concurrency: expected counts from 1, got {self.concurrency}")
+        check_distinct("concurrency", self.concurrency)
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name}: expected at least 1, got {getattr(self, name)}")
@@ -78,7 +79,7 @@ def measure(setup: Setup, burst: Burst) -> dict[str, Any]:
     with engines(setup.engine_dir, setup.config, setup.arms, in_process=setup.in_process) as llms:
         first = next(iter(llms.values()))
         if not burst.questions:
-            setup.check_room(first, burst.prompt_tokens, burst.output_tokens)
+            setup.check_room(llms, burst.prompt_tokens, burst.output_tokens)
         cells: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for count in burst.concurrency:
 

@@ -288,9 +288,18 @@ def _records(repeats: Repeats[Answers]) -> list[Record]:
     return [record for outcome in every for record in outcome.run.records]
 
 
-def broken_promises(result: Mapping[str, Any]) -> list[str]:
-    """Changes that should keep every bit at equal batches and did not."""
-    return [name for name, row in result["arms"].items() if row.get("holds") is False]
+def broken_promises(result: Mapping[str, Any]) -> dict[str, str]:
+    """Changes that should keep every bit at equal batches and were not seen to, and why."""
+    broken = {}
+    for name, row in result["arms"].items():
+        if row.get("holds") is False:
+            differs = any(cell["identical"] < cell["total"] for cell in row["cells"])
+            broken[name] = (
+                "answers differ at equal batches"
+                if differs
+                else "not all answers could be compared, some requests failed"
+            )
+    return broken
 
 
 def markdown(result: Mapping[str, Any]) -> str:

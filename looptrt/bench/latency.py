@@ -16,7 +16,7 @@ from typing import Any
 from looptrt.bench import results
 from looptrt.bench.arms import Arm, engines
 from looptrt.bench.runs import Ask, Run, run
-from looptrt.bench.setup import Repeats, Setup, interleave, is_default
+from looptrt.bench.setup import Repeats, Setup, check_distinct, interleave, is_default
 from looptrt.bench.statistics import medians, spread
 from looptrt.bench.watch import Watch, watching
 from looptrt.bench.workload import random_prompts
@@ -46,6 +46,7 @@ class Latency:
     def __post_init__(self) -> None:
         if not self.batches or min(self.batches) < 1:
             raise EngineError(f"batches: expected counts from 1, got {self.batches}")
+        check_distinct("batches", self.batches)
         if self.output_tokens < _SETTLING_STEPS + 4:
             raise EngineError(
                 f"output_tokens: expected at least {_SETTLING_STEPS + 4}, so that steps are left "
@@ -96,8 +97,8 @@ def measure(setup: Setup, latency: Latency) -> dict[str, Any]:
     total = len(arms) * num_cells
     with engines(setup.engine_dir, setup.config, setup.arms, in_process=setup.in_process) as llms:
         first = next(iter(llms.values()))
-        _check_batches(first, latency)
-        setup.check_room(first, latency.prompt_tokens, latency.output_tokens)
+        _check_batches(llms, latency)
+        setup.check_room(llms, latency.prompt_tokens, latency.output_tokens)
         clocks = {id(llm): StepClock() for llm in llms.values()}
         for llm in {id(llm): llm for llm in llms.values()}.values():
             llm.observe(clocks[id(llm)])
@@ -128,12 +129,20 @@ def measure(setup: Setup, latency: Latency) -> dict[str, Any]:
         )
 
 
-def _check_batches(llm: LLM, latency: Latency) -> None:
+def _check_batches(llms: Mapping[str, LLM], latency: Latency) -> None:
     largest = max(latency.batches)
-    if largest > llm.limits.max_batch_size:
-        raise EngineError(
-            f"batch {largest}: this engine runs at most {llm.limits.max_batch_size} requests"
-        )
+    for name, llm in llms.items():
+        if largest > llm.limits.max_batch_size:
+            raise EngineError(
+                f"arm {name}: batch {largest}: this engine runs at most "
+                f"{llm.limits.max_batch_size} requests"
+            )
+        if llm.config.speculative_loops is not None:
+            raise EngineError(
+                f"arm {name}: speculative_loops: expected none, got "
+                f"{llm.config.speculative_loops}: a step may give a request several tokens, so "
+                "steps do not time a token; bench burst does"
+            )
 
 
 def _asks(setup: Setup, latency: Latency, arm: Arm, llm: LLM, count: int, salt: str) -> list[Ask]:

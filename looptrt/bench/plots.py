@@ -20,14 +20,21 @@ _DPI = 150
 Result = Mapping[str, Any]
 
 
-def require_matplotlib() -> None:
+def require_matplotlib(path: Path) -> None:
     """Fail now rather than after the measurement.
 
+    Args:
+        path: of the picture to come.
+
     Raises:
-        LooptrtError: matplotlib is not installed.
+        LooptrtError: matplotlib is not installed, or does not know the format.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise LooptrtError("--plot: matplotlib is not installed; pip install 'looptrt[bench]'")
+    base = importlib.import_module("matplotlib.backend_bases")
+    known = sorted(base.FigureCanvasBase.get_supported_filetypes())
+    if path.suffix.removeprefix(".").lower() not in known:
+        raise LooptrtError(f"--plot {path}: expected a name that ends in one of {', '.join(known)}")
 
 
 def draw(result: Result, path: Path) -> None:
@@ -36,7 +43,7 @@ def draw(result: Result, path: Path) -> None:
     Raises:
         LooptrtError: matplotlib is not installed, or does not know the format.
     """
-    require_matplotlib()
+    require_matplotlib(path)
     pictures = importlib.import_module("matplotlib.figure")
     figure = pictures.Figure(figsize=_INCHES, dpi=_DPI, layout="constrained")
     axes = figure.add_subplot()
@@ -46,10 +53,7 @@ def draw(result: Result, path: Path) -> None:
         f"{result['engine']['architecture']}, {facts['gpu'] or 'CPU'}, {result['date'][:10]}",
         fontsize=9,
     )
-    try:
-        figure.savefig(path)
-    except ValueError as error:
-        raise LooptrtError(f"--plot {path}: {error}") from error
+    figure.savefig(path)
 
 
 def _lines(axes: Any, result: Result, across: str, *value: str) -> None:  # noqa: ANN401 - no stubs

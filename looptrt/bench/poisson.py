@@ -16,13 +16,14 @@ from looptrt.bench import results
 from looptrt.bench.arms import Arm, engines
 from looptrt.bench.burst import Outcome, compared
 from looptrt.bench.runs import Ask, run
-from looptrt.bench.setup import Setup, interleave
+from looptrt.bench.setup import Setup, check_distinct, interleave
 from looptrt.bench.watch import watching
 from looptrt.bench.workload import Lengths, arrival_times, random_prompts
 from looptrt.errors import EngineError
 from looptrt.runtime.llm import LLM
 
 _MOST_DOUBLINGS = 10
+_LEAST_RATE = 1e-6  # arrivals a second: one in twelve days
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class Poisson:
     search_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if not self.rates or not all(0 < rate < math.inf for rate in self.rates):
-            raise EngineError(f"rates: expected numbers above 0, got {self.rates}")
+        if not self.rates or not all(_LEAST_RATE <= rate < math.inf for rate in self.rates):
+            raise EngineError(f"rates: expected numbers from {_LEAST_RATE:g} on, got {self.rates}")
+        check_distinct("rates", self.rates)
         if self.num_requests < 1:
             raise EngineError(f"num_requests: expected at least 1, got {self.num_requests}")
         if not self.lengths:
@@ -82,14 +84,15 @@ def measure(setup: Setup, poisson: Poisson) -> dict[str, Any]:
     with engines(setup.engine_dir, setup.config, setup.arms, in_process=setup.in_process) as llms:
         first = next(iter(llms.values()))
         for pair in poisson.lengths:
-            setup.check_room(first, pair.prompt, pair.answer)
+            setup.check_room(llms, pair.prompt, pair.answer)
         cells: dict[str, list[dict[str, Any]]] = {name: [] for name in arms}
         for rate in poisson.rates:
 
             def once(name: str, repeat: int, rate: float = rate) -> Outcome:
                 setup.on_run(f"{name}: {rate:g} requests/s", runs)
                 count = poisson.num_requests
-                return _run(setup, poisson, arms[name], llms[name], rate, repeat, count)
+                salt = f"poisson {rate!r} {repeat}"
+                return _run(setup, poisson, arms[name], llms[name], salt, rate, repeat, count)
 
             outcomes = interleave(list(arms), setup.repeats, once)
             for name, cell in compared(outcomes).items():
@@ -114,11 +117,12 @@ def _run(
     poisson: Poisson,
     arm: Arm,
     llm: LLM,
+    salt: str,
     rate: float,
     repeat: int,
     num_requests: int,
 ) -> Outcome:
-    vocab_size, salt = llm.manifest.spec.vocab_size, f"poisson {rate!r} {repeat}"
+    vocab_size = llm.manifest.spec.vocab_size
     times = arrival_times(rate, num_requests, setup.seed, repeat)
     asks = []
     for index, at_s in enumerate(times):
@@ -148,7 +152,10 @@ def _search(setup: Setup, poisson: Poisson, arm: Arm, llm: LLM) -> dict[str, Any
     def holds(rate: float) -> bool:
         setup.on_run(f"{arm.name}: searching, {rate:.3g} requests/s", 0)
         count = max(poisson.num_requests, math.ceil(rate * poisson.search_s))
-        outcome = _run(setup, poisson, arm, llm, rate, len(tried) + 1, count).run
+        number = len(tried) + 1
+        # Of its own: no pages of the cells, whose requests of this rate may be the same.
+        salt = f"poisson search {number}"
+        outcome = _run(setup, poisson, arm, llm, salt, rate, number, count).run
         entry = results.summary(outcome)
         # At a rate that is too high this is an answer to the question, not a fault.
         entry["unanswered"] = entry.pop("failed")

@@ -143,7 +143,7 @@ def run(
             submitted.append((due_s, _submit(llm, ask)))
         if late.is_set():
             expire()  # again: it may have missed the one that was under way
-        records = [*_collected(submitted, deadline_s, late, on_end)]
+        records = [*_collected(submitted, asks, deadline_s, late, on_end)]
     finally:
         timer.cancel()
         for _, stream in submitted:
@@ -167,12 +167,13 @@ def _submit(llm: LLM, ask: Ask) -> AnswerStream | LooptrtError:
 
 def _collected(
     submitted: Sequence[tuple[float, AnswerStream | LooptrtError]],
+    asks: Sequence[Ask],
     deadline_s: float,
     late: threading.Event,
     on_end: Callable[[], None],
 ) -> Iterable[Record]:
     for index, (due_s, stream) in enumerate(submitted):
-        yield _record(index, due_s, stream, deadline_s, late)
+        yield _record(index, due_s, stream, asks[index].params.max_tokens, deadline_s, late)
         on_end()
 
 
@@ -180,6 +181,7 @@ def _record(
     index: int,
     due_s: float,
     stream: AnswerStream | LooptrtError,
+    max_tokens: int | None,
     deadline_s: float,
     late: threading.Event,
 ) -> Record:
@@ -201,6 +203,8 @@ def _record(
             why = "aborted by the engine"
     elif answer.finish_reason is FinishReason.ERROR:
         why = str(answer.stop_reason)
+    elif answer.finish_reason is FinishReason.LENGTH and len(answer.token_ids) < (max_tokens or 0):
+        why = f"cut to {len(answer.token_ids)} of {max_tokens} tokens: the engine has no room"
     return Record(
         index=index,
         due_s=due_s,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from looptrt.bench import results
-from looptrt.bench.arms import Arm, engines
+from looptrt.bench.arms import Arm, engines, with_default
 from looptrt.bench.burst import Outcome, compared
 from looptrt.bench.runs import Ask, Record, Run, run
 from looptrt.bench.setup import Setup, interleave
@@ -75,16 +75,17 @@ def measure(setup: Setup, sessions: Sessions) -> dict[str, Any]:
     Raises:
         EngineError: an engine could not start, has ended, or is too small for the lengths.
     """
-    arms = [*setup.arms]
+    others = [*setup.others]
     if sessions.grid is not None:
-        arms.append(Arm("grid", {"prefix_grid": sessions.grid}))
+        others.append(Arm("grid", {"prefix_grid": sessions.grid}))
+    arms = with_default(others)
     cold = [_cold_arm(arm) for arm in arms] if sessions.cold else []
-    by_name = {arm.name: arm for arm in (*arms, *cold)}
+    every = with_default([*others, *cold])
+    by_name = {arm.name: arm for arm in every}
     total = len(arms) * (setup.repeats + 1) + len(cold)
-    every = list(by_name.values())
     with engines(setup.engine_dir, setup.config, every, in_process=setup.in_process) as llms:
         first = next(iter(llms.values()))
-        setup.check_room(first, sessions.longest_prompt, sessions.output_tokens)
+        setup.check_room(llms, sessions.longest_prompt, sessions.output_tokens)
 
         latest: dict[str, list[_Turn]] = {}
 

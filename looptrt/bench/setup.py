@@ -8,7 +8,7 @@ repeat counts for nothing but its failures.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -83,7 +83,8 @@ class Setup:
             arm: whose settings hold.
             index: of the request in its run.
             output_tokens: of the answer, which no end token cuts short.
-            salt: keeps the pages of one run from the next.
+            salt: keeps the pages of one run from the next; arms that share an engine find none of
+                each other's.
             more: fields that the kind sets.
         """
         params = dataclasses.replace(
@@ -91,24 +92,26 @@ class Setup:
             max_tokens=output_tokens,
             ignore_eos=True,
             seed=self.seed + index,
-            cache_salt=salt,
+            cache_salt=f"{arm.name}: {salt}",
         )
         return arm.params(dataclasses.replace(params, **more))
 
-    def check_room(self, llm: LLM, prompt_tokens: int, output_tokens: int) -> None:
-        """Refuse lengths that the engine would cut or refuse.
+    def check_room(self, llms: Mapping[str, LLM], prompt_tokens: int, output_tokens: int) -> None:
+        """Refuse lengths that the engine of an arm would cut or refuse.
 
         Raises:
             EngineError: prompt and answer do not fit; has the numbers.
         """
-        limits = llm.limits
-        if prompt_tokens > limits.max_input_len or (
-            prompt_tokens + output_tokens > limits.max_seq_len
-        ):
-            raise EngineError(
-                f"{prompt_tokens} prompt and {output_tokens} output tokens: the engine takes "
-                f"prompts up to {limits.max_input_len} and {limits.max_seq_len} tokens in all"
-            )
+        for name, llm in llms.items():
+            limits = llm.limits
+            if prompt_tokens > limits.max_input_len or (
+                prompt_tokens + output_tokens > limits.max_seq_len
+            ):
+                raise EngineError(
+                    f"arm {name}: {prompt_tokens} prompt and {output_tokens} output tokens: the "
+                    f"engine takes prompts up to {limits.max_input_len} and {limits.max_seq_len} "
+                    "tokens in all"
+                )
 
 
 @dataclass
@@ -140,6 +143,16 @@ def interleave(
             outcome = once(name, repeat)
             (outcomes[name].kept if repeat else outcomes[name].dropped).append(outcome)
     return outcomes
+
+
+def check_distinct(what: str, values: Sequence[float]) -> None:
+    """Refuse a cell that would be measured twice, and find its own pages the second time.
+
+    Raises:
+        EngineError: a value is there twice.
+    """
+    if len(set(values)) != len(values):
+        raise EngineError(f"{what}: expected different values, got {values}")
 
 
 def is_default(name: str) -> bool:

@@ -7,11 +7,14 @@ give equal requests, on every machine.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from looptrt.errors import RequestError
+
+_LENGTH = re.compile(r"0*[1-9][0-9]{0,8}")
 
 
 def random_prompts(
@@ -53,7 +56,7 @@ class Lengths:
             RequestError: not two positive integers.
         """
         parts = text.split(":")
-        if len(parts) != 2 or not all(part.isdecimal() and int(part) > 0 for part in parts):
+        if len(parts) != 2 or not all(_LENGTH.fullmatch(part) for part in parts):
             raise RequestError(f"lengths: expected PROMPT:ANSWER such as 512:128, got {text!r:.40}")
         return Lengths(*map(int, parts))
 
@@ -73,11 +76,12 @@ def read_questions(path: Path, *, need_answers: bool) -> list[Question]:
         RequestError: a line is malformed, lacks a field, or there is none; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Lines as JSON lines have them; a text may hold what else ends a line.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise RequestError(f"{path}: not UTF-8 text: {error}") from None
     questions = [
-        _question(line, f"{path}:{number}", need_answers=need_answers)
+        _question(line.removesuffix("\r"), f"{path}:{number}", need_answers=need_answers)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     ]
@@ -93,7 +97,7 @@ def _question(line: str, where: str, *, need_answers: bool) -> Question:
         return Question(line, None)
     try:
         data = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"{where}: not JSON: {error}") from None
     for name in ("prompt", "answer") if need_answers else ("prompt",):
         if not isinstance(data.get(name), str):

@@ -186,18 +186,21 @@ def run(args: argparse.Namespace) -> int:
     """Run it; returns the exit code."""
     from looptrt.bench import plots, results  # noqa: PLC0415 - see cli.build
 
-    for path in (args.out, args.plot):
+    # Before anything is measured, which would be lost.
+    for path in (args.out, args.plot, getattr(args, "markdown", None)):
         if path is not None and not path.resolve().parent.is_dir():
             raise LooptrtError(f"{path}: there is no folder {path.resolve().parent}")
+        if path is not None and path.is_dir():
+            raise LooptrtError(f"{path}: expected the name of a file, it is a folder")
     if args.plot is not None:
-        plots.require_matplotlib()
+        plots.require_matplotlib(args.plot)
     with ended_by_signals(), show_logs(logging.WARNING), _progress() as on_run:
         result = _measure(args, _setup(args, on_run))
+    failed = _print(result)
     if args.out is not None:
         results.write_json(result, args.out)
     if args.plot is not None:
         plots.draw(result, args.plot)
-    failed = _print(result)
     if args.kind == "ladder":
         failed += _finish_ladder(args, result)
     return ANSWER_FAILED if failed else 0
@@ -213,8 +216,8 @@ def _finish_ladder(args: argparse.Namespace, result: Mapping[str, Any]) -> int:
     if note := sentences(result["left_out"]):
         make_console().print(note)
     broken = broken_promises(result)
-    for name in broken:
-        make_console().print(f"NOT R0: {name}: answers differ at equal batches")
+    for name, why in broken.items():
+        make_console().print(f"NOT R0: {name}: {why}")
     return len(broken)
 
 
