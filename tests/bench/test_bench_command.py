@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import pytest
 
 from lookup_task import held_out
 from looptrt.bench import changes
+from looptrt.bench.ladder import broken_promises
 from looptrt.bench.offline import OfflineEngine
 from looptrt.builder.build import BuildConfig, build
 from looptrt.cli import main
@@ -107,6 +109,53 @@ def test_burst_measures_every_cell_in_every_arm(
     ]
 
 
+HOT = ("--arm", "hot=temperature:0.7")  # on the default arm's engine
+
+
+def cached(arm: dict[str, Any]) -> list[int]:
+    """Prompt tokens that each run of an arm found in the cache."""
+    runs = [run for cell in arm["cells"] for run in (*cell["dropped"], *cell["repeats"])]
+    return [run["cached_prompt_tokens"] for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        ("burst", ("--concurrency", "2")),
+        ("poisson", ("--rates", "50", "--lengths", "32:6", "--requests", "2")),
+    ],
+)
+def test_arms_that_share_an_engine_find_none_of_each_other_s_pages(
+    bench: Bench, kind: str, arguments: tuple[str, ...]
+) -> None:
+    lengths = ("--prompt-tokens", "32", "--output-tokens", "6") if kind == "burst" else ()
+    result = bench(kind, *arguments, *lengths, *HOT)
+    assert [cached(arm) for arm in result["arms"].values()] == [[0, 0], [0, 0]]
+
+
+def test_saturated_arms_that_share_an_engine_find_none_of_each_other_s_pages(bench: Bench) -> None:
+    lengths = ("--batches", "1", "--prompt-tokens", "32", "--output-tokens", "12")
+    result = bench("latency", *lengths, *HOT)
+    assert [arm["saturation"]["cached_prompt_tokens"] for arm in result["arms"].values()] == [0, 0]
+
+
+def test_conversations_of_arms_that_share_an_engine_begin_alike(bench: Bench) -> None:
+    sizes = ("--count", "1", "--turns", "2", "--system-tokens", "16", "--turn-tokens", "8")
+    result = bench("sessions", *sizes, "--output-tokens", "8", "--no-cold", *HOT)
+    default, hot = (cached(arm) for arm in result["arms"].values())
+    assert default == hot
+    assert min(default) > 0, "no turn found the one before"
+
+
+def test_the_search_of_a_rate_finds_no_pages_of_the_cells(bench: Bench) -> None:
+    lengths = ("--rates", "50", "--lengths", "32:6", "--requests", "2")
+    search = ("--threshold-ms", "1e-6", "--search-seconds", "0.02", "--search-steps", "0")
+    result = bench("poisson", *lengths, *search, "--deadline-s", "30")
+    tried = result["arms"]["default"]["search"]["tried"]
+    assert [entry["cached_prompt_tokens"] for entry in tried] == [0] * len(tried)
+    assert tried[0]["rate"] == 50
+
+
 def test_an_arm_of_all_layers_in_each_plane_holds_fewer_tokens_in_the_same_bytes(
     bench: Bench, tmp_path: Path
 ) -> None:
@@ -135,6 +184,17 @@ def test_requests_that_fail_are_counted_shown_and_the_exit_code(
         assert failure["index"] == 1
         assert "max_input_len" in failure["error"]
     assert capsys.readouterr().out.count("FAILED: ") == 2
+
+
+def test_an_answer_that_the_engine_cut_short_is_no_answer(bench: Bench, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text("a=1;?a>\n" + "a=1;" * 28 + "?a>\n")  # of 128 positions
+    arguments = ("--concurrency", "2", "--output-tokens", "32", "--prompts-file", str(prompts))
+    result = bench("burst", *arguments, code=1)
+    for repeat in result["arms"]["default"]["cells"][0]["repeats"]:
+        (failure,) = repeat["failed"]
+        assert failure["index"] == 1
+        assert re.fullmatch(r"cut to \d+ of 32 tokens: the engine has no room", failure["error"])
 
 
 def test_latency_times_whole_batches_and_records_the_steps_of_a_full_engine(bench: Bench) -> None:
@@ -509,7 +569,7 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
         (("latency", "--batches", "5"), "batch 5: this engine runs at most 4"),
         (("latency", "--output-tokens", "3"), "output_tokens: expected at least 8"),
         (("sessions", "--turns", "0"), "turns: expected at least 1"),
-        (("poisson", "--rates", "0"), "rates: expected numbers above 0"),
+        (("poisson", "--rates", "0"), "rates: expected numbers from 1e-06 on"),
         (("poisson", "--lengths", "5"), "expected PROMPT:ANSWER"),
         (
             ("poisson", "--threshold-ms", "9", "--deadline-s", "30"),
@@ -522,8 +582,26 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
             "there is nothing to compare. Not compared, for want of a GPU: CUDA graphs.",
         ),
         (("burst", "--out", "/nowhere/x.json"), "there is no folder /nowhere"),
+        (("burst", "--out", "/"), "/: expected the name of a file, it is a folder"),
+        (("burst", "--plot", "x.xyz"), "--plot x.xyz: expected a name that ends in one of "),
+        (("ladder", "--markdown", "/nowhere/x.md"), "there is no folder /nowhere"),
         (("burst", "--arm", "x=max_batch_size:9"), "arm x: max_batch_size: expected at most 4"),
+        (("burst", "--arm", "x=kv_cache_bytes:9"), "arm x: kv_cache_bytes: the pools of all arms"),
+        (("burst", "--concurrency", "2,1,2"), "concurrency: expected different values"),
+        (
+            ("burst", "--output-tokens", "32", "--arm", "x=max_seq_len:20"),
+            "arm x: 8 prompt and 32 output tokens: the engine takes",
+        ),
+        (("latency", "--batches", "4", "--arm", "x=max_batch_size:2"), "arm x: batch 4: "),
+        (
+            ("latency", "--batches", "1", "--arm", "x=speculative_loops:2"),
+            "arm x: speculative_loops: expected none, got 2: a step may give",
+        ),
+        (("sessions", "--grid", "16", "--arm", "grid=loops:2"), "arms: grid: given twice"),
+        (("poisson", "--rates", "1e-320"), "rates: expected numbers from 1e-06 on"),
+        (("poisson", "--lengths", "1" * 5000 + ":4"), "expected PROMPT:ANSWER"),
     ],
+    ids=lambda value: "-".join(value)[:40] if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_one_line_and_nothing_is_measured(
     bench: Bench, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], message: str
@@ -584,3 +662,9 @@ def test_engines_in_processes_of_their_own_give_the_same_answers(
     assert main([*command, "--change", "prefix cache"]) == 0
     (cell,) = json.loads(out.read_text())["arms"]["prefix cache"]["cells"]
     assert (cell["identical"], cell["requests"]) == (6, 6)
+
+
+def test_answers_that_could_not_be_compared_are_not_said_to_differ() -> None:
+    cells = [{"identical": 0, "total": 0, "requests": 4}]
+    told = broken_promises({"arms": {"x": {"holds": False, "cells": cells}, "y": {"holds": True}}})
+    assert told == {"x": "not all answers could be compared, some requests failed"}

@@ -99,9 +99,21 @@ def test_questions_are_lines_or_json_and_a_bad_line_is_named(tmp_path: Path) -> 
         path.write_text(content)
         with pytest.raises(RequestError, match=message):
             read_questions(path, need_answers=False)
+    path.write_text('{"prompt":' + "[" * 100_000)
+    with pytest.raises(RequestError, match="questions:1: not JSON"):
+        read_questions(path, need_answers=False)
     path.write_bytes(b"\xff")
     with pytest.raises(RequestError, match="not UTF-8"):
         read_questions(path, need_answers=False)
+
+
+def test_questions_of_other_editors_and_texts_with_other_line_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "questions"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "b\xe2\x80\xa8c\xc2\x85d"}\r\n')
+    assert read_questions(path, need_answers=False) == [
+        Question("a", None),
+        Question("b\u2028c\x85d", None),
+    ]
 
 
 def test_an_arms_fields_reach_engine_and_request() -> None:
@@ -192,7 +204,12 @@ def test_requests_of_a_run_differ_in_seed_and_share_a_salt() -> None:
         setup.request(Arm("x", request={"loops": 2}), index, output_tokens=9, salt="s")
         for index in range(2)
     )
-    assert (first.max_tokens, first.ignore_eos, first.loops, first.cache_salt) == (9, True, 2, "s")
+    assert (first.max_tokens, first.ignore_eos, first.loops, first.cache_salt) == (
+        9,
+        True,
+        2,
+        "x: s",
+    )
     assert (first.seed, second.seed, first.temperature) == (10, 11, 0.5)
 
 
