@@ -13,7 +13,7 @@ from typing import Any
 from looptrt.bench import results
 from looptrt.bench.arms import Arm, engines
 from looptrt.bench.runs import Ask, Prompt, Record, Run, run
-from looptrt.bench.setup import Repeats, Setup, check_distinct, interleave, is_default
+from looptrt.bench.setup import Repeats, Setup, check_counts, interleave, is_default
 from looptrt.bench.statistics import medians
 from looptrt.bench.watch import Watch, watching
 from looptrt.bench.workload import Question, random_prompts
@@ -37,9 +37,7 @@ class Burst:
     questions: tuple[Question, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise EngineError(f"concurrency: expected counts from 1, got {self.concurrency}")
-        check_distinct("concurrency", self.concurrency)
+        check_counts("concurrency", self.concurrency)
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name}: expected at least 1, got {getattr(self, name)}")

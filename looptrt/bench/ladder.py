@@ -19,7 +19,7 @@ from looptrt.bench.changes import CHANGES, Change, Rung
 from looptrt.bench.left_out import reasons, sentences
 from looptrt.bench.offline import Answers, Engine, offline
 from looptrt.bench.runs import Prompt, Record
-from looptrt.bench.setup import Repeats, Setup, interleave
+from looptrt.bench.setup import Repeats, Setup, check_counts, interleave
 from looptrt.bench.statistics import PairedDifference, medians
 from looptrt.bench.workload import Question, random_prompts
 from looptrt.errors import EngineError
@@ -54,8 +54,7 @@ class Ladder:
         for name in ("prompt_tokens", "output_tokens", "answer_tokens"):
             if getattr(self, name) < 1:
                 raise EngineError(f"{name}: expected at least 1, got {getattr(self, name)}")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise EngineError(f"concurrency: expected counts from 1, got {self.concurrency}")
+        check_counts("concurrency", self.concurrency)
         if len(self.questions) == 1:
             raise EngineError("questions: one sample has no standard error; give more")
 

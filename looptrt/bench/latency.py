@@ -16,7 +16,7 @@ from typing import Any
 from looptrt.bench import results
 from looptrt.bench.arms import Arm, engines
 from looptrt.bench.runs import Ask, Run, run
-from looptrt.bench.setup import Repeats, Setup, check_distinct, interleave, is_default
+from looptrt.bench.setup import Repeats, Setup, check_counts, interleave, is_default
 from looptrt.bench.statistics import medians, spread
 from looptrt.bench.watch import Watch, watching
 from looptrt.bench.workload import random_prompts
@@ -44,9 +44,7 @@ class Latency:
     saturation: bool = True
 
     def __post_init__(self) -> None:
-        if not self.batches or min(self.batches) < 1:
-            raise EngineError(f"batches: expected counts from 1, got {self.batches}")
-        check_distinct("batches", self.batches)
+        check_counts("batches", self.batches)
         if self.output_tokens < _SETTLING_STEPS + 4:
             raise EngineError(
                 f"output_tokens: expected at least {_SETTLING_STEPS + 4}, so that steps are left "

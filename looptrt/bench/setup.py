@@ -155,6 +155,17 @@ def check_distinct(what: str, values: Sequence[float]) -> None:
         raise EngineError(f"{what}: expected different values, got {values}")
 
 
+def check_counts(what: str, counts: Sequence[int]) -> None:
+    """Refuse cells of no requests, and none or the same twice.
+
+    Raises:
+        EngineError: a count is below 1 or there twice, or there is none.
+    """
+    if not counts or min(counts) < 1:
+        raise EngineError(f"{what}: expected counts from 1, got {counts}")
+    check_distinct(what, counts)
+
+
 def is_default(name: str) -> bool:
     """Whether an arm is the one that others are compared with."""
     return name == DEFAULT

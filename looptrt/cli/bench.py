@@ -196,9 +196,9 @@ def run(args: argparse.Namespace) -> int:
         plots.require_matplotlib(args.plot)
     with ended_by_signals(), show_logs(logging.WARNING), _progress() as on_run:
         result = _measure(args, _setup(args, on_run))
-    failed = _print(result)
     if args.out is not None:
         results.write_json(result, args.out)
+    failed = _print(result)
     if args.plot is not None:
         plots.draw(result, args.plot)
     if args.kind == "ladder":

@@ -587,7 +587,12 @@ def test_shallow_prompts_change_answers_and_few_samples_leave_that_unresolved(
         (("ladder", "--markdown", "/nowhere/x.md"), "there is no folder /nowhere"),
         (("burst", "--arm", "x=max_batch_size:9"), "arm x: max_batch_size: expected at most 4"),
         (("burst", "--arm", "x=kv_cache_bytes:9"), "arm x: kv_cache_bytes: the pools of all arms"),
-        (("burst", "--concurrency", "2,1,2"), "concurrency: expected different values"),
+        *(
+            ((kind, "--concurrency", "2,1,2"), "concurrency: expected different values")
+            for kind in ("burst", "ladder")
+        ),
+        (("latency", "--batches", "2,2"), "batches: expected different values"),
+        (("poisson", "--rates", "2,2"), "rates: expected different values"),
         (
             ("burst", "--output-tokens", "32", "--arm", "x=max_seq_len:20"),
             "arm x: 8 prompt and 32 output tokens: the engine takes",
