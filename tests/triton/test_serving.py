@@ -76,8 +76,8 @@ def test_rows_of_a_batch_may_want_different_numbers_of_answers(
 def test_text_equals_the_python_apis_however_it_comes(
     server: RunningServer, llm: LLM, model: str, ask: Ask, stream: bool
 ) -> None:
-    answer = expected(llm, max_tokens=40, temperature=1.0, seed=7)
-    reply = ask(server, model, text_input=PROMPT, max_tokens=40, stream=stream, **SAMPLED)
+    answer = expected(llm, max_tokens=100, temperature=1.0, seed=7)
+    reply = ask(server, model, text_input=PROMPT, max_tokens=100, stream=stream, **SAMPLED)
     assert reply.error is None
     assert reply.text() == answer.text
     assert reply.num_final == 1
