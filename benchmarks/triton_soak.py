@@ -263,7 +263,9 @@ class Soak:
         try:
             stream.ask(model, inputs, name)
             for _ in range(rng.choice((0, 0, 1, 3, 20))):
-                stream.next()
+                _, is_final = stream.next()
+                if is_final:  # responses left slower than steps ended
+                    break
         finally:
             stream.close(cancel=True)
         return "cancelled"
