@@ -66,7 +66,8 @@ class EngineConfig:
             directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
         cuda_graphs: what of a small step on a GPU is a CUDA graph: `step` all of it where that is
             possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`, but
-            `off` where noise is drawn on the host, where the first two are refused.
+            `off` where noise is drawn on the host and with a TensorRT backend, where the first
+            two are refused. A CPU has no graphs, whatever is asked.
         max_graph_rows: rows of the largest step that is small in this sense, rounded up to a size
             that graphs have (`runtime.padding`), at most 8192; larger ones are launched kernel by
             kernel.
