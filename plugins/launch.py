@@ -13,7 +13,6 @@ import sysconfig
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +23,7 @@ from looptrt.errors import PluginError
 from looptrt.plugins.schema import operand_error
 
 LIBRARY_NAME = "liblooptrt_plugins.so"
-ABI_VERSION = 5  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
+ABI_VERSION = 4  # LOOPTRT_PLUGINS_ABI of plugins/include/looptrt/plugins.h
 BUILD_COMMAND = "cmake -S . -B build/cuda -DLOOPTRT_CUDA=ON && cmake --build build/cuda --parallel"
 
 # Arguments of every C function without its stream: pointer, int64 (q), int32 (i), float.
@@ -46,7 +45,7 @@ SIGNATURES = {
     "plane_copy": "ppppppqiii",
     "update_tables": "ppppqiii",
 }
-MAX_SKINNY_ROWS = 64  # kMaxSkinnyRows of plugins/kernels/skinny_linear.cuh
+MAX_SKINNY_ROWS = 16  # kMaxSkinnyRows of plugins/kernels/skinny_linear.cuh
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -91,17 +90,6 @@ class Library:
     def let_kernels_overlap(self, most_rows: int) -> None:
         """Small kernels of so many rows start before their predecessors have ended, from now on."""
         self._library.looptrt_let_kernels_overlap(ctypes.c_int32(most_rows))
-
-    def most_skinny_rows(self) -> int:
-        """Most rows that `skinny_linear` takes on the current GPU.
-
-        Raises:
-            PluginError: CUDA failed; has its error's name.
-        """
-        most = ctypes.c_int32()
-        if self._library.looptrt_most_skinny_rows(ctypes.byref(most)):
-            raise PluginError(f"skinny_linear: {self._library.looptrt_last_error_text().decode()}")
-        return most.value
 
     def plane_copy_workspace_bytes(self, *sizes: int) -> int:
         """Bytes that `plane_copy` needs for (copies, unit_slots, page_size, token_bytes)."""
@@ -387,17 +375,15 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
     """A linear layer on a few rows, at the speed at which its weight can be read.
 
-    Sums are float32 and rounded once, ordered by K and by whether there are more than 8 rows (on
-    GPUs without warpgroups by K alone): up to there, and from there on, an element's bits depend
-    on its rows of x and weight and not on their neighbours (level batch_invariant). They are not
-    cuBLAS's.
+    Sums are float32, ordered by K alone and rounded once: an element's bits depend on its rows of
+    x and weight, not on their neighbours (level batch_invariant). They are not cuBLAS's.
     The kernel reads weight before its predecessors on the stream have ended, however many of this
     library's: between one that writes it and this one there must be one that starts after its
     predecessor has ended, as every kernel of another library does. x may be the result of the
     kernel just before.
 
     Args:
-        x: [R, K], R at most `most_skinny_rows`.
+        x: [R, K], R at most `MAX_SKINNY_ROWS`.
         weight: [N, K], of x's dtype; both contiguous.
 
     Returns:
@@ -416,22 +402,6 @@ def skinny_linear(x: Tensor, weight: Tensor) -> Tensor:
     y = x.new_empty(rows, outputs)
     _enqueue("skinny_linear", y, x, weight, rows, outputs, inputs, _DTYPES[x.dtype])
     return y
-
-
-@lru_cache
-def most_skinny_rows(device: int) -> int:
-    """Most rows that `skinny_linear` takes on a GPU.
-
-    `MAX_SKINNY_ROWS` where the GPU and the library's machine code have warpgroups, else 16.
-
-    Args:
-        device: the GPU's index.
-
-    Raises:
-        PluginError: no library, or CUDA failed.
-    """
-    with torch.cuda.device(device):
-        return load().most_skinny_rows()
 
 
 @contextmanager

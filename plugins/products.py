@@ -40,10 +40,9 @@ class Products:
     """How one model computes its products.
 
     Attributes:
-        max_skinny_rows: products of up to so many rows, as far as the GPU takes them
-            (`launch.most_skinny_rows`), with a matrix of at most `MAX_SKINNY_BYTES` are
-            `launch.skinny_linear` on a GPU; 0 is none, `launch.MAX_SKINNY_ROWS` the most. Its bits
-            do not depend on what is joined.
+        max_skinny_rows: products of up to so many rows with a matrix of at most
+            `MAX_SKINNY_BYTES` are `launch.skinny_linear` on a GPU; 0 is none,
+            `launch.MAX_SKINNY_ROWS` the most. Its bits do not depend on what is joined.
         apart: joined products that are computed part by part.
 
     Raises:
@@ -83,9 +82,7 @@ class Products:
             return False
         if torch.compiler.is_compiling() or weight.nbytes > MAX_SKINNY_BYTES:
             return False
-        if len(x) > self.max_skinny_rows:
-            return False
-        return len(x) <= launch.most_skinny_rows(x.get_device())
+        return len(x) <= self.max_skinny_rows
 
 
 def apart(x: Tensor, weight: Tensor, product: JoinedProduct) -> Tensor:

@@ -19,7 +19,7 @@ from looptrt.runtime.sampling_params import MAX_SEED, shown
 PrefixDepth = Literal["exact", "at_least"]
 CudaGraphs = Literal["auto", "step", "loop", "off"]
 JoinedProjections = Literal["exact", "always", "never"]
-MAX_SKINNY_ROWS = 64  # the kernel's (`plugins.launch`), whose module needs torch
+MAX_SKINNY_ROWS = 16  # the kernel's (`plugins.launch`), whose module needs torch
 MAX_GRAPH_ROWS = 8192
 _DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,2})?")
 
@@ -66,7 +66,8 @@ class EngineConfig:
             directory, `tensorrt` and `tensorrt_rtx` those with engines of that TensorRT.
         cuda_graphs: what of a small step on a GPU is a CUDA graph: `step` all of it where that is
             possible, `loop` the prelude and each loop, `off` nothing; `auto` is `step`, but
-            `off` where noise is drawn on the host, where the first two are refused.
+            `off` where noise is drawn on the host and with a TensorRT backend, where the first
+            two are refused. A CPU has no graphs, whatever is asked.
         max_graph_rows: rows of the largest step that is small in this sense, rounded up to a size
             that graphs have (`runtime.padding`), at most 8192; larger ones are launched kernel by
             kernel.

@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 def check_asked(config: EngineConfig, dtype: str, backend: str, device: torch.device) -> None:
-    """Refuse settings of products and kernels that nothing here could follow.
+    """Refuse settings of products, kernels and graphs that nothing here could follow.
 
     Args:
         config: what was asked.
@@ -47,6 +47,11 @@ def check_asked(config: EngineConfig, dtype: str, backend: str, device: torch.de
         if not config.fused_kernels:
             raise EngineError(
                 f"fused_kernels: expected true, got false: backend {backend} runs what was compiled"
+            )
+        if config.cuda_graphs in ("step", "loop"):
+            raise EngineError(
+                f"cuda_graphs: expected auto or off, got {config.cuda_graphs}: "
+                f"backend {backend} has none"
             )
         own = f"backend {backend} computes matrix products its own way"
         if rows:

@@ -266,8 +266,6 @@ int looptrt_skinny_linear(void* y, void const* x, void const* weight, int64_t nu
   return report(looptrt::launchSkinnyLinear(p, asStream(stream)));
 }
 
-int looptrt_most_skinny_rows(int32_t* most) { return report(looptrt::mostSkinnyRows(*most)); }
-
 int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits, double const* temperatures,
                    int32_t const* top_ks, double const* top_ps, double const* min_ps,
                    int64_t const* seeds, int32_t const* positions, int64_t num_rows, int32_t vocab,

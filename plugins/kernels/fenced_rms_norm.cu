@@ -139,7 +139,7 @@ cudaError_t launchNorm(NormForm form, FencedRmsNormParams const& p, cudaStream_t
   int const block = layout == Layout::kChains ? kChainThreads
                     : are_few                 ? kFewThreads
                                               : rows_per_block * plan.threads;
-  if (start == Start::kAfterPrevious) start = startBesideProducts(p.num_tokens);
+  if (are_few) start = startBesideProducts(p.num_tokens);
   NormArgs const args{p, plan, log2Of(rows_per_block), start == Start::kOverlapping};
   return dispatchDType(p.dtype, [&](auto tag) {
     Kernel const kernel = kernelOf<typename decltype(tag)::Type>(form, layout, plan, p.hidden);

@@ -314,8 +314,15 @@ constexpr int kBlockBytes =
     2 * kStages * Products::kTileBytes + Products::kAlignment +
     kWarps * (kTotalBytes<kHeadDim> + (Products::kKeepsQueries ? Products::kWarpBytes : 0));
 
-// Of the kernel's variables.
-constexpr size_t kLeastShared = sizeof(KeySource) * 2 * kTileKeys;
+// Whether the kernel's machine code at hand is that of sm_90a: elsewhere, and in PTX that a driver
+// translated, its body is a trap, without the variables of the real one.
+template <typename Kernel>
+cudaError_t hasWarpgroups(Kernel* kernel, bool& has) {
+  cudaFuncAttributes attributes{};
+  cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel);
+  has = attributes.sharedSizeBytes >= sizeof(KeySource) * 2 * kTileKeys;
+  return error;
+}
 
 int64_t mostTiles(AttentionArgs const& args, int rows_a_tile) {
   return args.p.num_rows / rows_a_tile + args.p.num_sequences;
@@ -366,8 +373,7 @@ cudaError_t launchPrefillAttention(AttentionArgs const& args, cudaStream_t strea
       auto* const kernel = prefillAttentionByGroupsKernel<T, kHeadDim, 12>;
       bool has_warpgroups = false;
       if (isEnough<Products, kHeadDim, 8>(args)) {
-        if (cudaError_t error = hasWarpgroups(kernel, kLeastShared, has_warpgroups);
-            error != cudaSuccess) {
+        if (cudaError_t error = hasWarpgroups(kernel, has_warpgroups); error != cudaSuccess) {
           return error;
         }
       }

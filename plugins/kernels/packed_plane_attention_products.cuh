@@ -97,8 +97,8 @@ class ProductsOfAGroup {
     fenceProducts();
 #pragma unroll
     for (int step = 0; step < kHeadDim / 16; ++step) {
-      startMultiplyAdd(scores, Queries::columnsOf(queries_, 16 * step),
-                       Layout::columnsOf(keys, 16 * step), T{});
+      startMultiplyAdd64(scores, Queries::columnsOf(queries_, 16 * step),
+                         Layout::columnsOf(keys, 16 * step), T{});
     }
     commitProducts();
   }

@@ -10,7 +10,6 @@
 #include "looptrt/mma.cuh"
 #include "looptrt/vec.cuh"
 #include "skinny_linear.cuh"
-#include "skinny_linear_groups.cuh"
 
 namespace looptrt {
 namespace {
@@ -21,8 +20,6 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kPiece = 64;
 constexpr int kTile = 8;
-
-constexpr int kMaxStreamedRows = 16;
 
 constexpr int kBlock = kWarps * 32;
 constexpr int kVec = 8;                          // elements of 16 bytes
@@ -367,25 +364,13 @@ cudaError_t launchSkinnyLinear(SkinnyLinearParams const& p, cudaStream_t stream)
   return dispatchDType(p.dtype, [&](auto tag) {
     using T = typename decltype(tag)::Type;
     if constexpr (sizeof(T) == 2) {
-      if (p.inputs % kVec == 0 && areAligned(16, p.x, p.weight, p.y)) {
-        if (p.num_rows <= kMinGroupRows - 1) return launchRows<T, false>(p, stream);
-        bool has_groups = false;
-        if (cudaError_t error = canLinearByGroups(has_groups); error != cudaSuccess) return error;
-        if (has_groups) return launchSkinnyLinearByGroups(p, stream);
-        if (p.num_rows > kMaxStreamedRows) return cudaErrorInvalidValue;
-        return launchRows<T, true>(p, stream);
+      if (p.inputs % kVec == 0 && areAligned(16, p.x, p.weight)) {
+        return p.num_rows > 8 ? launchRows<T, true>(p, stream) : launchRows<T, false>(p, stream);
       }
     }
     dim3 const grid(ceilDiv(p.outputs, kWarps), p.num_rows);
     return launchKernel(plainLinearKernel<T>, grid, kBlock, stream, p, 0, Start::kOverlapping);
   });
-}
-
-cudaError_t mostSkinnyRows(int& most) {
-  bool has_groups = false;
-  cudaError_t const error = canLinearByGroups(has_groups);
-  most = has_groups ? kMaxSkinnyRows : kMaxStreamedRows;
-  return error;
 }
 
 }  // namespace looptrt

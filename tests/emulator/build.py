@@ -45,11 +45,6 @@ _SANITIZERS = (
 
 _ASM = re.compile(r"\basm(?: volatile)?\s*\(")
 _DYNAMIC = re.compile(r"\bextern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];")
-# An instruction whose predicate becomes a number.
-_PREDICATED = re.compile(
-    r"\{\.reg \.pred (?P<predicate>\w+); (?P<code>[^;]*); "
-    r"selp\.u32 (?P<result>%\d+), 1, 0, (?P=predicate);\}"
-)
 _STATIC = re.compile(r"__shared__ (\w[^;\[\]]*?)(\w+)((?:\[[^\]]*\])*);")
 
 
@@ -160,14 +155,10 @@ def _call(statement: str) -> str:
     code = "".join(re.findall(r'"([^"]*)"', template)).strip().rstrip(";")
     if not code:  # of no instruction: for the compiler alone
         return "static_cast<void>(0)"
-    if predicated := _PREDICATED.fullmatch(code):
-        code = predicated["code"].replace(
-            f" {predicated['predicate']},", f" {predicated['result']},"
-        )
     if ";" in code:
         raise BuildError(f"asm of more than one instruction: {code!r}")
     instruction, _, arguments = code.partition(" ")
-    names = [name for name in re.split(r"[\s,{}\[\]]+", arguments) if name not in ("", "_")]
+    names = [name for name in re.split(r"[\s,{}\[\]]+", arguments) if name]
     values = [f"({operands[int(name[1:])]})" if name[0] == "%" else name for name in names]
     return f"emulator::ptx::{re.sub(r'[^A-Za-z0-9]+', '_', instruction)}({', '.join(values)})"
 

@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +34,6 @@ PRODUCTS = "kernels/packed_plane_attention_products.cuh"
 TILE = "kernels/packed_plane_attention_tile.cuh"
 WGMMA = "include/looptrt/wgmma.cuh"
 LINEAR = "kernels/skinny_linear.cu"
-LINEAR_GROUPS = "kernels/skinny_linear_groups.cu"
 
 
 def attention_is_right(_: Emulated) -> None:
@@ -62,24 +60,13 @@ def attention_chain_is_right(library: Emulated) -> None:
     a_chain_reads_what_it_stored(library, FAST[0])
 
 
-def linear_by_groups_is_right(library: Emulated) -> None:
-    for order in ORDERS:
-        with library.in_use(replace(order, has_warpgroups=True)):
-            for rows in (3, 40):
-                linear_checks.is_near_float64(rows, 150, 1096, linear_checks.BF16)
+def linear_is_right(_: Emulated) -> None:
+    for rows in (3, 16):
+        linear_checks.is_near_float64(rows, 37, 200, linear_checks.BF16)
 
 
 def linear_chain_is_right(library: Emulated) -> None:
     linear_checks.a_chain_reads_what_it_wrote(library, 2)
-
-
-def linear_is_right(library: Emulated) -> None:
-    """On GPUs without warpgroups."""
-    for order in ORDERS:
-        with library.in_use(replace(order, has_warpgroups=False)):
-            for rows in (3, 16):
-                linear_checks.is_near_float64(rows, 37, 200, linear_checks.BF16)
-            linear_chain_is_right(library)
 
 
 MUTATIONS = {
@@ -151,34 +138,6 @@ MUTATIONS = {
     ),
     "x read before the kernel before has made it": (
         Mutation(LINEAR, "  waitForInputs();\n\n  Inputs<T> in", "  Inputs<T> in"),
-        linear_is_right,
-    ),
-    "a stage filled again before it is multiplied": (
-        Mutation(
-            LINEAR_GROUPS,
-            "if (!is_first_round) waitForPhase(ring.empty + turn.stage * 8, turn.parity ^ 1);",
-            "",
-        ),
-        linear_by_groups_is_right,
-    ),
-    "a stage free while products read it": (
-        Mutation(LINEAR_GROUPS, "waitForProductsBut<1>();", "waitForProductsBut<2>();"),
-        linear_by_groups_is_right,
-    ),
-    "a tile's sums left in the place of the last one's": (
-        Mutation(LINEAR_GROUPS, "    buffer.goOn();\n", ""),
-        linear_by_groups_is_right,
-    ),
-    "sums left to a block that has no barriers yet": (
-        Mutation(LINEAR_GROUPS, "    waitForCluster();  // its barriers are there\n", ""),
-        linear_by_groups_is_right,
-    ),
-    "x copied before the kernel before has made it": (
-        Mutation(
-            LINEAR_GROUPS,
-            "    waitForInputs();\n    copyPieces<T, kRows, kRows, false>",
-            "    copyPieces<T, kRows, kRows, false>",
-        ),
         linear_chain_is_right,
     ),
 }
@@ -187,8 +146,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_the_checks_find(name: str, tmp_path: Path) -> None:
     mutation, check = MUTATIONS[name]
-    is_linear = mutation.file in (LINEAR, LINEAR_GROUPS)
-    kernels = "skinny_linear" if is_linear else "packed_plane_attention"
+    kernels = "skinny_linear" if mutation.file == LINEAR else "packed_plane_attention"
     library = Emulated(build(tmp_path, (kernels,), mutation=mutation, level=0))
     assert exit_status(library, check) in (FOUND, -signal.SIGSEGV, -signal.SIGABRT)
 
@@ -207,7 +165,7 @@ def test_the_checks_find(name: str, tmp_path: Path) -> None:
                 attention_chain_is_right,
             ],
         ),
-        ("skinny_linear", [linear_is_right, linear_by_groups_is_right, linear_chain_is_right]),
+        ("skinny_linear", [linear_is_right, linear_chain_is_right]),
     ],
 )
 def test_the_same_checks_find_nothing_in_what_is_sound(

@@ -324,6 +324,12 @@ def test_skinny_products_on_a_cpu_are_refused_when_an_engine_starts(engine_of: B
             "fused_kernels: expected true, got false: backend tensorrt runs what was compiled",
         ),
         (
+            {"cuda_graphs": "loop"},
+            "bfloat16",
+            "tensorrt",
+            "cuda_graphs: expected auto or off, got loop: backend tensorrt has none",
+        ),
+        (
             {"joined_projections": "never"},
             "bfloat16",
             "tensorrt_rtx",

@@ -58,11 +58,10 @@ __device__ __forceinline__ void waitForInputs() {
   letNextStart();
 }
 
-// cluster_blocks: blocks side by side in grid.x that make a cluster; 1 for none.
 template <typename Params>
 cudaError_t launchKernel(void (*kernel)(Params), dim3 grid, int block, cudaStream_t stream,
                          Params const& params, size_t shared_bytes = 0,
-                         Start start = Start::kAfterPrevious, int cluster_blocks = 1) {
+                         Start start = Start::kAfterPrevious) {
   int major = 0;
   if (start == Start::kOverlapping) {
     int device = 0;
@@ -73,42 +72,17 @@ cudaError_t launchKernel(void (*kernel)(Params), dim3 grid, int block, cudaStrea
       return error;
     }
   }
-  cudaLaunchAttribute attributes[2]{};
-  int num_attributes = 0;
-  if (major >= 9) {
-    auto& attribute = attributes[num_attributes++];
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
-  }
-  if (cluster_blocks > 1) {
-    auto& attribute = attributes[num_attributes++];
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
-  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(block);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = num_attributes;
-  return cudaLaunchKernelEx(&config, kernel, params);
-}
-
-// Clusters of a kernel that the current GPU has room for at once.
-template <typename Params>
-cudaError_t mostClusters(void (*kernel)(Params), int cluster_blocks, int block, size_t shared_bytes,
-                         int& most) {
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster_blocks), 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(cluster_blocks);
-  config.blockDim = dim3(block);
-  config.dynamicSmemBytes = shared_bytes;
   config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cudaOccupancyMaxActiveClusters(&most, kernel, &config);
+  config.numAttrs = major >= 9 ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 constexpr int64_t ceilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }

@@ -15,7 +15,7 @@ extern "C" {
 #define LOOPTRT_API __attribute__((visibility("default")))
 
 // Raised with every change of a signature below.
-#define LOOPTRT_PLUGINS_ABI 5
+#define LOOPTRT_PLUGINS_ABI 4
 
 LOOPTRT_API int looptrt_abi_version(void);
 LOOPTRT_API char const* looptrt_last_error_text(void);
@@ -81,9 +81,6 @@ LOOPTRT_API int looptrt_position_keyed_noise(void* noise, int32_t const* positio
 // after its predecessor has ended, as every kernel of another library does.
 LOOPTRT_API int looptrt_skinny_linear(void* y, void const* x, void const* weight, int64_t num_rows,
                                       int32_t outputs, int32_t inputs, int32_t dtype, void* stream);
-
-// Most rows that skinny_linear takes on the current GPU.
-LOOPTRT_API int looptrt_most_skinny_rows(int32_t* most);
 
 LOOPTRT_API int looptrt_sample(int32_t* tokens, int32_t* failed, void const* logits,
                                double const* temperatures, int32_t const* top_ks,

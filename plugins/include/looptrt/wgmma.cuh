@@ -7,9 +7,7 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cuda_runtime_api.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -17,17 +15,6 @@
 #endif
 
 namespace looptrt {
-
-// Whether a kernel's machine code at hand is that of sm_90a: elsewhere, and in PTX that a driver
-// translated, its body is a trap, without the shared variables of the real one, which take at least
-// so many bytes.
-template <typename Kernel>
-cudaError_t hasWarpgroups(Kernel* kernel, size_t least_bytes, bool& has) {
-  cudaFuncAttributes attributes{};
-  cudaError_t const error = cudaFuncGetAttributes(&attributes, kernel);
-  has = attributes.sharedSizeBytes >= least_bytes;
-  return error;
-}
 
 // kRows rows of 16-bit elements in shared memory, cut into slabs of columns. Within a slab rows are
 // one swizzle wide and chunks of 16 bytes are exchanged as the hardware does, so that neither its
@@ -70,79 +57,10 @@ struct SlabTile {
   }
 };
 
-// d += a * b of 16 channels: rows of b run along d's columns, of which there are 8, 16, 32 or 64.
-// a, b: columnsOf(). Starts it; the last argument is any value of the dtype.
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[1][4], uint64_t a, uint64_t b,
-                                                 __nv_bfloat16) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3}, "
-      "%4, %5, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[1][4], uint64_t a, uint64_t b, __half) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 "
-      "{%0,%1,%2,%3}, "
-      "%4, %5, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[2][4], uint64_t a, uint64_t b,
-                                                 __nv_bfloat16) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-      "%8, %9, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[2][4], uint64_t a, uint64_t b, __half) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-      "%8, %9, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[4][4], uint64_t a, uint64_t b,
-                                                 __nv_bfloat16) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "%16, %17, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[4][4], uint64_t a, uint64_t b, __half) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "%16, %17, 1, 1, 1, 0, 0;"
-      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
-        "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
-        "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
-      : "l"(a), "l"(b)
-      : "memory");
-}
-
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[8][4], uint64_t a, uint64_t b,
-                                                 __nv_bfloat16) {
+// d += a * b of 16 channels: rows of b run along d's columns. a, b: columnsOf(). Starts it; the
+// last argument is any value of the dtype.
+__device__ __forceinline__ void startMultiplyAdd64(float (&d)[8][4], uint64_t a, uint64_t b,
+                                                   __nv_bfloat16) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,"
@@ -158,7 +76,8 @@ __device__ __forceinline__ void startMultiplyAdd(float (&d)[8][4], uint64_t a, u
       : "memory");
 }
 
-__device__ __forceinline__ void startMultiplyAdd(float (&d)[8][4], uint64_t a, uint64_t b, __half) {
+__device__ __forceinline__ void startMultiplyAdd64(float (&d)[8][4], uint64_t a, uint64_t b,
+                                                   __half) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
       "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,"
@@ -301,15 +220,11 @@ __device__ __forceinline__ void commitProducts() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits for committed products but the latest kPending groups.
-template <int kPending>
-__device__ __forceinline__ void waitForProductsBut() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+__device__ __forceinline__ void waitForProducts() {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
-__device__ __forceinline__ void waitForProducts() { waitForProductsBut<0>(); }
 
-// Lets products read what this thread wrote to shared memory, or has been shown by a barrier: by
-// the writers before their barrier, or by those who multiply behind it.
+// Lets products read what this thread wrote to shared memory; a barrier must follow.
 __device__ __forceinline__ void showToProducts() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -25,15 +25,11 @@ enum cudaFuncAttribute {
 };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
 
-enum cudaLaunchAttributeID {
-  cudaLaunchAttributeProgrammaticStreamSerialization,
-  cudaLaunchAttributeClusterDimension,
-};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
-    dim3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {
@@ -101,29 +97,11 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, i
   return cudaSuccess;
 }
 
-// Two blocks a multiprocessor, as above.
-template <typename Params>
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, void (*)(Params),
-                                           cudaLaunchConfig_t const* config) {
-  *clusters = 2 * emulator::settings.num_sms / static_cast<int>(config->attrs->val.clusterDim.x);
-  return cudaSuccess;
-}
-
 template <typename Params>
 cudaError_t cudaLaunchKernelEx(cudaLaunchConfig_t const* config, void (*kernel)(Params),
                                Params const& params) {
-  bool starts_early = false;
-  unsigned cluster_blocks = 1;
-  for (unsigned i = 0; i < config->numAttrs; ++i) {
-    cudaLaunchAttribute const& attribute = config->attrs[i];
-    if (attribute.id == cudaLaunchAttributeClusterDimension) {
-      cluster_blocks = attribute.val.clusterDim.x;
-    } else {
-      starts_early = attribute.val.programmaticStreamSerializationAllowed != 0;
-    }
-  }
-  bool const is_valid = emulator::enqueue({reinterpret_cast<void const*>(kernel), config->gridDim,
-                                           config->blockDim.x, config->dynamicSmemBytes,
-                                           starts_early, cluster_blocks, [=] { kernel(params); }});
+  bool const is_valid =
+      emulator::enqueue({reinterpret_cast<void const*>(kernel), config->gridDim, config->blockDim.x,
+                         config->dynamicSmemBytes, config->numAttrs > 0, [=] { kernel(params); }});
   return is_valid ? cudaSuccess : cudaErrorInvalidConfiguration;
 }

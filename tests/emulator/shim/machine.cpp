@@ -31,7 +31,6 @@ constexpr size_t kFreeSharedBytes = 48 * 1024;  // of dynamic shared memory, wit
 constexpr unsigned kWarp = 32;
 constexpr unsigned kGroup = 4 * kWarp;  // a warpgroup's threads
 constexpr unsigned kNumBarriers = 16;
-constexpr unsigned kMaxCluster = 8;  // blocks, on every GPU that has clusters
 constexpr unsigned char kGuard = 0xa5;
 constexpr unsigned char kNothing = 0xff;  // NaN in every float type
 
@@ -40,22 +39,10 @@ Pool arenas(kArenaBytes, 0);
 
 // --- a block -------------------------------------------------------------------------------------
 struct Copy {
-  uint32_t to;  // or a barrier at which it arrives, of no bytes
+  uint32_t to;
   void const* from;
   unsigned bytes, valid_bytes;
   int group;
-};
-
-struct Product {
-  std::function<void()> multiply;
-  int group;
-};
-
-// An mbarrier.
-struct Counter {
-  unsigned arrivals_a_phase;
-  unsigned missing;
-  unsigned phase = 0;
 };
 
 struct Fiber {
@@ -67,17 +54,11 @@ struct Fiber {
   void* operands = nullptr;
   int barrier = -1;
   bool is_at_gate = false;
-  bool is_at_cluster = false;
   std::vector<Copy> copies;
   int num_committed = 0;
-  std::vector<Product> products;
+  std::vector<std::function<void()>> products;
   int num_products = 0;  // asked for, ever
-  int num_committed_products = 0;
-  Counter* counter = nullptr;  // it waits for
-  int num_arrived = 0;         // times at the cluster's barrier
 };
-
-struct Cluster;
 
 struct Array {
   int line;  // 0: the dynamic one
@@ -87,7 +68,6 @@ struct Array {
 
 struct Block {
   Launch const& launch;
-  Cluster& cluster;
   dim3 index;
   bool is_gate_open;
   bool was_released = false;  // a barrier, since threads were last run in order
@@ -98,12 +78,10 @@ struct Block {
   unsigned num_alive;
   char* arena;
   std::vector<Array> arrays;
-  std::map<uint32_t, Counter> counters;
   size_t end = kGuardBytes;
 
-  Block(Launch const& of, Cluster& in, dim3 at, bool open)
+  Block(Launch const& of, dim3 at, bool open)
       : launch(of),
-        cluster(in),
         index(at),
         is_gate_open(open),
         fibers(of.num_threads),
@@ -145,27 +123,8 @@ struct Block {
   }
 };
 
-dim3 indexOf(dim3 grid, uint64_t number) {
-  return dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y);
-}
-
-// Blocks that run side by side: cluster_blocks of them, one where a launch has no clusters.
-struct Cluster {
-  uint64_t number;
-  std::vector<std::unique_ptr<Block>> blocks;
-  unsigned num_arrived = 0;  // threads, at the barrier
-  int num_complete = 0;      // barriers
-
-  Cluster(Launch const& launch, uint64_t at, bool is_gate_open) : number(at) {
-    for (uint64_t i = 0; i < launch.cluster_blocks; ++i) {
-      dim3 const index = indexOf(launch.grid, at * launch.cluster_blocks + i);
-      blocks.push_back(std::make_unique<Block>(launch, *this, index, is_gate_open));
-    }
-  }
-};
-
 std::unique_ptr<Launch> pending;
-std::unique_ptr<Cluster> early;  // one of the pending launch that waits for the launch before
+std::unique_ptr<Block> early;  // a block of the pending launch that waits for the one before
 std::map<void const*, size_t> allowed_shared_bytes;
 std::string error;
 std::string reported;
@@ -205,20 +164,7 @@ void releaseIfComplete(unsigned id) {
   if (block->waiting[id] != 0 && block->waiting[id] >= needed) release(id);
 }
 
-void arriveAt(Block& of, uint32_t address) {
-  auto const found = of.counters.find(address);
-  if (found == of.counters.end()) fail("no mbarrier has been made at %u", address);
-  Counter& counter = found->second;
-  if (--counter.missing != 0) return;
-  counter.missing = counter.arrivals_a_phase;
-  ++counter.phase;
-  for (Fiber& one : of.fibers) {
-    if (one.counter == &counter) one.state = Fiber::State::kReady;
-  }
-}
-
 void perform(Copy const& copy) {
-  if (copy.bytes == 0) return arriveAt(*block, copy.to);
   char* const to = bytesOfShared(copy.to, copy.bytes);
   std::memset(to + copy.valid_bytes, 0, copy.bytes - copy.valid_bytes);
   if (copy.valid_bytes != 0) std::memcpy(to, copy.from, copy.valid_bytes);
@@ -257,60 +203,24 @@ bool runWarp(Block& of, unsigned warp) {
   return has_run;
 }
 
-// Runs warp after warp, each as far as it comes, until nobody can go on. Whether somebody could.
-bool run(Block& of) {
+// Runs warp after warp, each as far as it comes, until nobody can go on.
+void run(Block& of) {
   block = &of;
   blockIdx = of.index;
   gridDim = of.launch.grid;
   blockDim = dim3(of.launch.num_threads);
   unsigned const num_warps = of.arrived.size();
-  bool has_ever = false;
   for (bool has_run = true; has_run;) {
     has_run = of.was_released = false;
     for (unsigned i = 0; i < num_warps && !of.was_released; ++i) {
       has_run |= runWarp(of, settings.is_descending ? num_warps - 1 - i : i);
-      if (!error.empty()) return false;
-    }
-    has_ever |= has_run;
-  }
-  return has_ever;
-}
-
-// Of every thread, copies up to the first that a barrier is told of. Whether there was one.
-bool deliver(Block& of) {
-  block = &of;
-  bool has_any = false;
-  for (Fiber& one : of.fibers) {
-    auto const told = std::find_if(one.copies.begin(), one.copies.end(),
-                                   [](Copy const& copy) { return copy.bytes == 0; });
-    if (told == one.copies.end()) continue;
-    std::vector<Copy> const due(one.copies.begin(), told + 1);
-    one.copies.erase(one.copies.begin(), told + 1);
-    for (Copy const& copy : due) perform(copy);
-    has_any = true;
-  }
-  return has_any;
-}
-
-// Runs block after block until nobody can go on, and copies that somebody waits for come as late as
-// they can.
-void run(Cluster& of) {
-  size_t const count = of.blocks.size();
-  for (bool has_run = true; has_run;) {
-    has_run = false;
-    for (size_t i = 0; i < count; ++i) {
-      has_run |= run(*of.blocks[settings.is_descending ? count - 1 - i : i]);
       if (!error.empty()) return;
     }
-    if (has_run) continue;
-    for (auto const& one : of.blocks) has_run |= deliver(*one);
   }
 }
 
-void start(Cluster& of) {
-  for (auto const& one : of.blocks) {
-    for (Fiber& fiber : one->fibers) prepare(fiber.context, fiber.stack, runFiber);
-  }
+void start(Block& of) {
+  for (Fiber& one : of.fibers) prepare(one.context, one.stack, runFiber);
   run(of);
 }
 
@@ -344,42 +254,38 @@ void checkEnd(Block& of) {
   }
 }
 
-void checkEnd(Cluster& of) {
-  for (auto const& one : of.blocks) checkEnd(*one);
-}
+bool isSame(dim3 a, dim3 b) { return a.x == b.x && a.y == b.y && a.z == b.z; }
 
-uint64_t numClusters(Launch const& launch) {
-  return uint64_t{launch.grid.x} * launch.grid.y * launch.grid.z / launch.cluster_blocks;
+dim3 indexOf(dim3 grid, uint64_t number) {
+  return dim3(number % grid.x, number / grid.x % grid.y, number / grid.x / grid.y);
 }
 
 void finishPending() {
   if (pending == nullptr) return;
   std::unique_ptr<Launch> const launch = std::move(pending);
-  std::unique_ptr<Cluster> first = std::move(early);
-  uint64_t const count = numClusters(*launch);
-  uint64_t const done = first != nullptr ? first->number : count;
+  std::unique_ptr<Block> first = std::move(early);
+  dim3 const done = first != nullptr ? first->index : dim3(~0u);
   if (first != nullptr && error.empty()) {
-    for (auto const& one : first->blocks) {
-      one->is_gate_open = true;
-      for (Fiber& waiting : one->fibers) {
-        if (waiting.is_at_gate) waiting.state = Fiber::State::kReady;
-      }
+    first->is_gate_open = true;
+    for (Fiber& one : first->fibers) {
+      if (one.is_at_gate) one.state = Fiber::State::kReady;
     }
     run(*first);
     checkEnd(*first);
   }
   first.reset();
+  uint64_t const count = uint64_t{launch->grid.x} * launch->grid.y * launch->grid.z;
   for (uint64_t i = 0; i < count && error.empty(); ++i) {
-    uint64_t const number = settings.is_descending ? count - 1 - i : i;
-    if (number == done) continue;
-    Cluster one(*launch, number, true);
+    dim3 const index = indexOf(launch->grid, settings.is_descending ? count - 1 - i : i);
+    if (isSame(index, done)) continue;
+    Block one(*launch, index, true);
     start(one);
     checkEnd(one);
   }
 }
 
-Array const& arrayAt(Block const& of, size_t place, size_t bytes) {
-  for (Array const& array : of.arrays) {
+Array const& arrayAt(size_t place, size_t bytes) {
+  for (Array const& array : block->arrays) {
     if (place >= array.begin && place + bytes <= array.begin + array.bytes) return array;
   }
   fail("no shared array has %zu bytes at %zu", bytes, place);
@@ -403,17 +309,17 @@ bool enqueue(Launch launch) {
   size_t const limit = allowed == allowed_shared_bytes.end() ? kFreeSharedBytes : allowed->second;
   dim3 const grid = launch.grid;
   if (launch.num_threads < 1 || launch.num_threads > 1024 || launch.shared_bytes > limit ||
-      launch.cluster_blocks < 1 || launch.cluster_blocks > kMaxCluster ||
-      grid.x % launch.cluster_blocks != 0 || grid.x < 1 || grid.x > 0x7fffffff || grid.y < 1 ||
-      grid.y > 65535 || grid.z < 1 || grid.z > 65535) {
+      grid.x < 1 || grid.x > 0x7fffffff || grid.y < 1 || grid.y > 65535 || grid.z < 1 ||
+      grid.z > 65535) {
     return false;
   }
   if (!error.empty()) return true;  // lost: synchronize() tells of the launch that failed
   auto next = std::make_unique<Launch>(std::move(launch));
-  std::unique_ptr<Cluster> ahead;
+  std::unique_ptr<Block> ahead;
   if (next->starts_early && pending != nullptr) {
-    ahead = std::make_unique<Cluster>(*next, settings.is_descending ? numClusters(*next) - 1 : 0,
-                                      false);
+    uint64_t const count = uint64_t{grid.x} * grid.y * grid.z;
+    ahead = std::make_unique<Block>(*next, indexOf(grid, settings.is_descending ? count - 1 : 0),
+                                    false);
     start(*ahead);
   }
   finishPending();
@@ -485,68 +391,8 @@ uint32_t addressOfShared(void const* pointer) {
 
 char* bytesOfShared(uint32_t address, unsigned bytes) {
   if (address % bytes != 0) fail("%u bytes at shared address %u", bytes, address);
-  arrayAt(*block, address, bytes);
+  arrayAt(address, bytes);
   return block->arena + address;
-}
-
-Block& neighbour(uint32_t rank) {
-  auto const& blocks = block->cluster.blocks;
-  if (rank >= blocks.size()) fail("block %u of a cluster of %zu", rank, blocks.size());
-  Block& of = *blocks[rank];
-  if (of.num_alive == 0) fail("uses shared memory of block %u, which has ended", rank);
-  return of;
-}
-
-char* bytesOfBlock(uint32_t rank, uint32_t address, unsigned bytes) {
-  Block const& of = neighbour(rank);
-  if (address % bytes != 0) fail("%u bytes at shared address %u", bytes, address);
-  arrayAt(of, address, bytes);  // which it has from its first use on
-  return of.arena + address;
-}
-
-void makeBarrier(uint32_t address, unsigned arrivals_a_phase) {
-  bytesOfShared(address, 8);
-  if (!block->counters.emplace(address, Counter{arrivals_a_phase, arrivals_a_phase}).second) {
-    fail("a second mbarrier at %u", address);
-  }
-}
-
-void arrive(uint32_t address) { arriveAt(*block, address); }
-
-void arriveAtBlock(uint32_t rank, uint32_t address) { arriveAt(neighbour(rank), address); }
-
-void waitForPhase(uint32_t address, unsigned parity) {
-  auto const found = block->counters.find(address);
-  if (found == block->counters.end()) fail("no mbarrier has been made at %u", address);
-  fiber->counter = &found->second;
-  while (found->second.phase % 2 == parity) pause("an mbarrier");
-  fiber->counter = nullptr;
-}
-
-void arriveWithCopies(uint32_t address) {
-  if (!settings.copies_late) return arrive(address);
-  if (block->counters.count(address) == 0) fail("no mbarrier has been made at %u", address);
-  fiber->copies.push_back({address, nullptr, 0, 0, fiber->num_committed});
-}
-
-void arriveAtCluster() {
-  Cluster& cluster = block->cluster;
-  ++fiber->num_arrived;
-  if (++cluster.num_arrived < cluster.blocks.size() * block->fibers.size()) return;
-  cluster.num_arrived = 0;
-  ++cluster.num_complete;
-  for (auto const& one : cluster.blocks) {
-    for (Fiber& waiting : one->fibers) {
-      if (waiting.is_at_cluster) waiting.state = Fiber::State::kReady;
-    }
-  }
-}
-
-void waitForCluster() {
-  if (fiber->num_arrived <= block->cluster.num_complete) return;
-  fiber->is_at_cluster = true;
-  pause("a barrier of the cluster");
-  fiber->is_at_cluster = false;
 }
 
 void copyAsync(uint32_t to, void const* from, unsigned bytes, unsigned valid_bytes) {
@@ -577,25 +423,15 @@ void waitForCopies(int num_pending) {
 void multiplyAsync(std::function<void()> product) {
   ++fiber->num_products;
   if (settings.copies_late) {
-    fiber->products.push_back({std::move(product), fiber->num_committed_products});
+    fiber->products.push_back(std::move(product));
   } else {
     product();
   }
 }
 
-void commitProducts() { ++fiber->num_committed_products; }
-
-void waitForProducts(int num_pending) {
-  int const due = fiber->num_committed_products - num_pending;
-  std::vector<Product> pending;
-  for (Product& product : std::exchange(fiber->products, {})) {
-    if (product.group < due) {
-      product.multiply();
-    } else {
-      pending.push_back(std::move(product));
-    }
-  }
-  fiber->products = std::move(pending);
+void waitForProducts() {
+  auto const products = std::exchange(fiber->products, {});
+  for (auto const& product : products) product();
 }
 
 }  // namespace emulator

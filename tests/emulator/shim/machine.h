@@ -34,7 +34,6 @@ struct Launch {
   unsigned num_threads;
   size_t shared_bytes;
   bool starts_early;  // before its predecessor has ended
-  unsigned cluster_blocks;
   std::function<void()> body;
 };
 
@@ -65,20 +64,6 @@ uint32_t addressOfShared(void const* pointer);
 // The bytes at an address; inside one array and aligned to their number.
 char* bytesOfShared(uint32_t address, unsigned bytes);
 
-// A barrier of the cluster in two halves; and bytes in the shared memory of its block `rank`, which
-// must have begun and not have ended.
-void arriveAtCluster();
-void waitForCluster();
-char* bytesOfBlock(uint32_t rank, uint32_t address, unsigned bytes);
-
-// mbarrier: phases that end with their last arrival.
-void makeBarrier(uint32_t address, unsigned arrivals_a_phase);
-void arrive(uint32_t address);
-void arriveAtBlock(uint32_t rank, uint32_t address);
-void waitForPhase(uint32_t address, unsigned parity);
-// Arrives behind the copies that the thread has started.
-void arriveWithCopies(uint32_t address);
-
 // cp.async: the first valid_bytes from memory, zeros for the rest.
 void copyAsync(uint32_t to, void const* from, unsigned bytes, unsigned valid_bytes);
 void commitCopies();
@@ -86,7 +71,6 @@ void waitForCopies(int num_pending);
 
 // wgmma: a warp's part of a product, which all of its lanes ask for in the same order.
 void multiplyAsync(std::function<void()> product);
-void commitProducts();
-void waitForProducts(int num_pending);
+void waitForProducts();
 
 }  // namespace emulator

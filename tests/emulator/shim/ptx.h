@@ -270,30 +270,6 @@ void wgmma_mma_async_sync_aligned_m64n64k16_f32_f16_f16(Operands&&... operands) 
   startGroup<__half, 64>(operands...);
 }
 template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n8k16_f32_bf16_bf16(Operands&&... operands) {
-  startGroup<__nv_bfloat16, 8>(operands...);
-}
-template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n8k16_f32_f16_f16(Operands&&... operands) {
-  startGroup<__half, 8>(operands...);
-}
-template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n16k16_f32_bf16_bf16(Operands&&... operands) {
-  startGroup<__nv_bfloat16, 16>(operands...);
-}
-template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n16k16_f32_f16_f16(Operands&&... operands) {
-  startGroup<__half, 16>(operands...);
-}
-template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n32k16_f32_bf16_bf16(Operands&&... operands) {
-  startGroup<__nv_bfloat16, 32>(operands...);
-}
-template <typename... Operands>
-void wgmma_mma_async_sync_aligned_m64n32k16_f32_f16_f16(Operands&&... operands) {
-  startGroup<__half, 32>(operands...);
-}
-template <typename... Operands>
 void wgmma_mma_async_sync_aligned_m64n96k16_f32_bf16_bf16(Operands&&... operands) {
   startGroup<__nv_bfloat16, 96>(operands...);
 }
@@ -302,8 +278,8 @@ void wgmma_mma_async_sync_aligned_m64n96k16_f32_f16_f16(Operands&&... operands) 
   startGroup<__half, 96>(operands...);
 }
 inline void wgmma_fence_sync_aligned() {}
-inline void wgmma_commit_group_sync_aligned() { commitProducts(); }
-inline void wgmma_wait_group_sync_aligned(int num_pending) { waitForProducts(num_pending); }
+inline void wgmma_commit_group_sync_aligned() {}
+inline void wgmma_wait_group_sync_aligned(int) { waitForProducts(); }
 inline void fence_proxy_async_shared_cta() {}
 
 // --- copies, barriers, launches ------------------------------------------------------------------
@@ -346,42 +322,6 @@ inline void st_global_L2_cache_hint_b32(void* to, uint32_t value, uint64_t) {
 inline void st_global_L2_cache_hint_v2_b32(void* to, uint32_t low, uint32_t high, uint64_t) {
   static_cast<uint32_t*>(to)[0] = low;
   static_cast<uint32_t*>(to)[1] = high;
-}
-
-// An address in the cluster: the block's rank above the address in the block.
-constexpr unsigned kRankShift = 24;
-inline void mapa_shared_cluster_u32(uint32_t& mapped, uint32_t address, uint32_t rank) {
-  mapped = address | rank << kRankShift;
-}
-constexpr uint32_t kWithinBlock = (1u << kRankShift) - 1;
-inline void st_shared_cluster_v2_f32(uint32_t address, float first, float second) {
-  float const values[2] = {first, second};
-  std::memcpy(bytesOfBlock(address >> kRankShift, address & kWithinBlock, 8), values, 8);
-}
-inline void barrier_cluster_arrive_release_aligned() { arriveAtCluster(); }
-inline void barrier_cluster_wait_acquire_aligned() { waitForCluster(); }
-
-inline void mbarrier_init_shared_cta_b64(uint32_t address, uint32_t count) {
-  makeBarrier(address, count);
-}
-inline void fence_mbarrier_init_release_cluster() {}
-inline void mbarrier_arrive_shared_cta_b64(uint32_t address) { arrive(address); }
-inline void mbarrier_arrive_release_cluster_shared_cluster_b64(uint32_t address) {
-  arriveAtBlock(address >> kRankShift, address & kWithinBlock);
-}
-inline void cp_async_mbarrier_arrive_noinc_shared_cta_b64(uint32_t address) {
-  arriveWithCopies(address);
-}
-inline void mbarrier_try_wait_parity_shared_cta_b64(uint32_t& is_over, uint32_t address,
-                                                    uint32_t parity) {
-  waitForPhase(address, parity);
-  is_over = 1;
-}
-inline void mbarrier_try_wait_parity_acquire_cluster_shared_cta_b64(uint32_t& is_over,
-                                                                    uint32_t address,
-                                                                    uint32_t parity) {
-  waitForPhase(address, parity);
-  is_over = 1;
 }
 
 inline void barrier_sync(unsigned id, unsigned num_threads) { barrier(id, num_threads); }
