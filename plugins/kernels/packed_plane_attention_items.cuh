@@ -53,10 +53,10 @@ class ItemWalk {
   // there is one.
   __device__ __forceinline__ bool find(Item& item) {
     while (true) {
-      while (unit_ - begin_ >= numUnits()) {
+      while (unit_ - begin_ >= num_units_) {
         base_ += kSequencesARound;
         if (base_ >= args_.p.num_sequences) return false;
-        begin_ += numUnits();
+        begin_ += num_units_;
         planRound();
       }
       item = itemHere();
@@ -65,8 +65,8 @@ class ItemWalk {
     }
   }
 
-  // Back and forth through the blocks: a round's items become shorter, so the block that took a
-  // turn's longest takes the shortest of the next one.
+  // Back and forth through the blocks: items become shorter towards a sequence's first split, so
+  // the block that took a turn's longest takes the shortest of the next one.
   __device__ __forceinline__ void advance() {
     int const step = turn_ % 2 == 0 ? 2 * (gridDim.x - blockIdx.x) - 1 : 2 * blockIdx.x + 1;
     goTo(unit_ * tiles_.heads.divisor() + head_ + step);
@@ -74,14 +74,12 @@ class ItemWalk {
   }
 
  private:
-  static constexpr uint32_t kOneCut = 1 << 20;  // more than a round has of others
-
   // A lane's sequence.
   struct Sequence {
     int32_t const* table;
     RowRange rows;
     int32_t first_position, last_position;  // of its rows
-    int32_t splits;  // whole ones of its last row, twice; and 1 where a cut one comes behind
+    int32_t num_splits;                     // of its last row
   };
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % 32; }
@@ -121,45 +119,30 @@ class ItemWalk {
     }
     sequence_.first_position = sequence_.last_position;
     if (has_tiles && count > 1) sequence_.first_position = args_.p.positions[rows.begin];
-    int const last = clampPosition(args_, sequence_.last_position);
-    int const split = splitOf(last);
-    // Cut: it has no more than half of its keys.
-    int const is_cut = 2 * (last - splitBegin(split)) < splitBegin(split + 1) - splitBegin(split);
-    sequence_.splits = 2 * (split + 1 - is_cut) + is_cut;
-    int const row_tiles = has_tiles ? tiles_.rows.quotient(count + args_.rows_a_tile - 1) : 0;
-    units_ = row_tiles * (split + 1 - is_cut + is_cut * kOneCut);
+    sequence_.num_splits = splitOf(clampPosition(args_, sequence_.last_position)) + 1;
+    int const row_tiles = tiles_.rows.quotient(count + args_.rows_a_tile - 1);
+    units_ = has_tiles ? row_tiles * sequence_.num_splits : 0;
     units_through_ = units_;
 #pragma unroll 1
     for (int step = 1; step < num_sequences; step *= 2) {
-      uint32_t const before = __shfl_up_sync(0xffffffffu, units_through_, step);
+      int const before = __shfl_up_sync(0xffffffffu, units_through_, step);
       if (lane() >= step) units_through_ += before;
     }
-    round_units_ = valueOf(num_sequences - 1, units_through_);
+    num_units_ = valueOf(num_sequences - 1, units_through_);
   }
 
-  __device__ __forceinline__ static int wholeOf(uint32_t units) { return units % kOneCut; }
-  __device__ __forceinline__ static int cutOf(uint32_t units) { return units / kOneCut; }
-  __device__ __forceinline__ int numUnits() const {
-    return wholeOf(round_units_) + cutOf(round_units_);
-  }
-
-  // Of a round's units, cut splits come last; of a sequence's, the last split comes first, which is
-  // the longest. Without keys where the tile does not reach the split.
+  // Of a sequence's units, the last split comes first, which is the longest. Without keys where the
+  // tile does not reach the split.
   __device__ __forceinline__ Item itemHere() const {
-    int unit = unit_ - begin_;
-    bool const is_cut = unit >= wholeOf(round_units_);
-    if (is_cut) unit -= wholeOf(round_units_);
-    int const through = is_cut ? cutOf(units_through_) : wholeOf(units_through_);
-    int const before = through - (is_cut ? cutOf(units_) : wholeOf(units_));
-    int const owner = __ffs(__ballot_sync(0xffffffffu, through > unit)) - 1;
+    int const unit = unit_ - begin_;
+    int const owner = __ffs(__ballot_sync(0xffffffffu, units_through_ > unit)) - 1;
     auto* const table = reinterpret_cast<int32_t const*>(
         valueOf(owner, reinterpret_cast<uint64_t>(sequence_.table)));
     RowRange const all{valueOf(owner, sequence_.rows.begin), valueOf(owner, sequence_.rows.end)};
     int32_t const first_new = valueOf(owner, sequence_.first_position);
     int32_t const last_new = valueOf(owner, sequence_.last_position);
-    int const num_whole = valueOf(owner, sequence_.splits) / 2;
-    int const num_splits = is_cut ? 1 : num_whole;  // among which the unit is
-    int before_split = unit - valueOf(owner, before);
+    int const num_splits = valueOf(owner, sequence_.num_splits);
+    int before_split = unit - valueOf(owner, units_through_ - units_);
     int tile = 0;
     if (before_split >= num_splits) {
       tile = before_split / num_splits;
@@ -174,7 +157,7 @@ class ItemWalk {
     item.sequence = base_ + owner;
     item.first_head = kv_head * args_.group + head_in_group;
     item.num_heads = min(args_.heads_a_tile, args_.group - head_in_group);
-    item.split = is_cut ? num_whole : num_whole - 1 - before_split;
+    item.split = num_splits - 1 - before_split;
     item.first_key = splitBegin(item.split);
     int last = last_new;
     if (item.rows.end != all.end) last = args_.p.positions[item.rows.end - 1];
@@ -186,14 +169,12 @@ class ItemWalk {
   TileDividers const& tiles_;
   int32_t unit_, head_;  // where the walk stands: a unit of all rounds, a tile of all its heads
   int32_t turn_ = 0;
-  int32_t begin_ = 0;     // units before the round
-  uint32_t round_units_;  // as units_, of all lanes
-  int32_t base_ = 0;      // its first sequence
+  int32_t begin_ = 0;      // units before the round
+  int32_t num_units_ = 0;  // of the round
+  int32_t base_ = 0;       // its first sequence
   Sequence sequence_;
-  // (row tile, split) pairs of the lane's sequence, if it has one: the cut ones times kOneCut, and
-  // the others.
-  uint32_t units_;
-  uint32_t units_through_;  // of all lanes up to this one
+  int32_t units_;          // (row tile, split) pairs of the lane's sequence, if it has one
+  int32_t units_through_;  // of all lanes up to this one
 };
 
 }  // namespace looptrt
