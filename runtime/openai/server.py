@@ -149,13 +149,15 @@ class Server(uvicorn.Server):
             self.drain()
 
     def drain(self) -> None:
-        """Finish what runs and end, from any thread."""
+        """Finish what runs and end, from any thread; once it drains or has ended, no change."""
         self.front.is_draining = True
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._start_draining)
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+            self._loop.call_soon_threadsafe(self._start_draining)
 
     def _start_draining(self) -> None:
-        self._draining = asyncio.ensure_future(self._drain())
+        if self._draining is None:
+            self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
         _logger.info("draining: %d requests run", self.front.num_running)

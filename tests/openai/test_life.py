@@ -200,6 +200,23 @@ def test_draining_server_finishes_what_runs_and_takes_nothing_new(tmp_path: Path
         wait_until(lambda: made.server.should_exit, "the end")  # type: ignore[union-attr]
 
 
+def test_draining_again_and_after_the_end_changes_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"), scripted(tmp_path) as (core, made):
+        assert made.server is not None
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(made.post, "completions", prompt="b", max_tokens=3)
+            wait_until(lambda: len(core.seen) == 1, "the request to arrive")
+            for _ in range(3):
+                made.server.drain()
+            assert core.turns is not None
+            core.turns.release(3)
+            assert running.result(DEADLINE_S).status_code == 200
+    made.server.drain()
+    assert caplog.text.count("draining:") == 1
+
+
 def test_requests_beyond_the_drain_timeout_get_an_error(ouro_dir: Path) -> None:
     with (
         LLM(ouro_dir, EngineConfig(num_threads=1), in_process=True) as llm,
