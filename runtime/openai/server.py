@@ -149,7 +149,7 @@ class Server(uvicorn.Server):
             self.drain()
 
     def drain(self) -> None:
-        """Finish what runs and end, from any thread; once it drains or has ended, no change."""
+        """Finish what runs and end, from any thread. Harmless when draining or after the end."""
         self.front.is_draining = True
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended

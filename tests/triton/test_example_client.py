@@ -83,12 +83,15 @@ def test_both_protocols_give_the_answer_of_the_python_api(
         assert stream or len(pieces) == 1
 
 
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
 @pytest.mark.parametrize("protocol", ["grpc", "http"])
-def test_long_answer_is_streamed_in_pieces(server: RunningServer, protocol: str) -> None:
+def test_long_answer_is_streamed_in_pieces(
+    server: RunningServer, model: str, protocol: str
+) -> None:
     url = server.grpc if protocol == "grpc" else server.http
     question = Question(PROMPT, {"max_tokens": 400, "min_tokens": 400})
     way = WAYS[protocol]
-    pieces = list(way(url, "ensemble", question, stream=True, timeout_s=DEADLINE_S))
+    pieces = list(way(url, model, question, stream=True, timeout_s=DEADLINE_S))
     assert len(pieces) > 1
     assert sum(len(piece.loops) for piece in pieces) == 400
 
